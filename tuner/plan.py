@@ -1,0 +1,86 @@
+"""A plan says how a run is executed: device, workers, threads. It never changes what is learned.
+
+The number of threads follows from the work of one training step, counted and not timed: the same study on the same
+machine always gets the same plan, and so bit-equal results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tuner.device import cores, describe, synchronize
+from tuner.train import Job, Task, call
+
+THREAD_FLOPS = 40e6
+"""Floating-point operations of a training step from which a second CPU thread pays. Measured: docs/measurements.md."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a run is executed; `why` is said on the first lines."""
+
+    device: torch.device
+    workers: int = 1
+    threads: int = 1
+    why: str = ""
+
+    @property
+    def text(self) -> str:
+        """The plan in one line."""
+        workers = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
+        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}{' each' if self.workers > 1 else ''}"
+        return f"{describe(self.device)}, {workers}, {threads} ({self.why})"
+
+
+def make_plan(device: torch.device, workers: int, threads: int | None, step_flops: float) -> Plan:
+    """The plan for training steps of `step_flops` operations, with the number of threads as asked for, if it was."""
+    if threads is not None:
+        return Plan(device, workers, threads, "as asked for")
+    available = max(1, cores() // workers)
+    if device.type != "cpu":
+        return Plan(device, workers, 1, "the device works, the CPU only feeds it")
+    if available == 1:
+        return Plan(device, workers, 1, f"{cores()} cores for {workers} workers")
+    if step_flops < THREAD_FLOPS:
+        return Plan(device, workers, 1, f"steps of {step_flops / 1e6:.0f} MFLOP are too small for more")
+    return Plan(device, workers, available, f"steps of {step_flops / 1e6:.0f} MFLOP")
+
+
+def try_step(job: Job, task: Task) -> float:
+    """Run one training step and one evaluation on a few examples; raise what they raise.
+
+    Returns the floating-point operations of a training step with the job's whole batch, roughly: each weight of a layer
+    is multiplied and added once for every position of its output, and twice more backwards.
+    """
+    torch.manual_seed(job.seed)
+    module = job.model().to(task.device).train()
+    inputs, target = next(iter(task.train.batches(min(job.sgd.batch_size, task.train.size))))
+    products = 0
+
+    def count(layer: nn.Module, _: object, output: object) -> None:
+        nonlocal products
+        weights = [p for p in layer.parameters(recurse=False) if p.dim() > 1]
+        if isinstance(output, Tensor):
+            products += sum(p.numel() * (output.numel() // p.shape[0]) for p in weights)
+
+    hooks = [layer.register_forward_hook(count) for layer in module.modules()]
+    loss = job.loss(call(module, inputs), target)
+    for hook in hooks:
+        hook.remove()
+    if not isinstance(loss, Tensor) or loss.dim() > 0:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TypeError(f"loss() must return the mean over the batch, a tensor without dimensions; found {found}")
+    loss.backward()
+    module.eval()
+    with torch.inference_mode():
+        inputs, target = next(iter(task.validation.batches(min(32, task.validation.size))))
+        output = call(module, inputs)
+        for name, metric in task.metrics.items():
+            value = torch.as_tensor(metric(output, target))
+            if value.numel() != 1:
+                raise TypeError(f"metric {name!r} must return one number; found a tensor of shape {tuple(value.shape)}")
+    synchronize(task.device)
+    return 6.0 * products
