@@ -3,6 +3,10 @@
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=${TUNER_VENV:-$root/.venv}
+case $venv in
+    /*) ;;
+    *) venv=$PWD/$venv ;;
+esac
 
 say() {
     printf '%s: %s\n' "$(basename "$0")" "$*" >&2
@@ -69,10 +73,15 @@ start_anew() {
     "$python" -m venv "$venv"
 }
 
-# make_environment KIND EXTRAS: installs the project and its dependencies, at the versions of constraints.txt.
+# make_environment EXTRAS KIND...: unless it is ready for one of these kinds, installs the project and its dependencies
+# at the versions of constraints.txt, and marks it as the first kind. Another call may do the same at the same time.
 # pip's output goes to stderr: stdout belongs to what runs afterwards.
 make_environment() {
-    local kind=$1 extras=$2 python quiet=--quiet
+    local extras=$1 python quiet=--quiet
+    shift
+    if is_ready "$@"; then
+        return
+    fi
     python=$(find_python)
     if [ -t 2 ]; then
         quiet=--progress-bar=on
@@ -80,7 +89,7 @@ make_environment() {
     mkdir -p "$(dirname "$venv")"
     (
         lock "$python"
-        if is_ready "$kind"; then
+        if is_ready "$@"; then
             exit 0
         fi
         say "making the environment $venv with $("$python" -V) (once; PyTorch is large)"
@@ -96,6 +105,6 @@ make_environment() {
         # with PYTHONDONTWRITEBYTECODE that would happen in every process. What does not compile is not imported.
         "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >/dev/null 2>&1 || true
         recipe >"$venv/unfinished"
-        mv "$venv/unfinished" "$venv/tuner-$kind"
+        mv "$venv/unfinished" "$venv/tuner-$1"
     ) 9>"$venv.lock" 1>&2
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # suffice; the tree, so that `python -m tuner.X` is this one from any directory; nothing of the caller's own set-up.
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["PYTHONPATH"] = str(ROOT)
+# Measured plans are remembered here, not in the home of who runs the tests.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="tuner-tests-cache-")
 for _name in ("OPTUNA_STORAGE", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "COLUMNS"):
     os.environ.pop(_name, None)
 

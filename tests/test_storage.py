@@ -105,7 +105,8 @@ def test_a_path_or_url_has_one_canonical_name(text: str | None, environ: dict[st
         ("sqlite:///file::memory:?cache=shared&uri=true", "without options"),
         ("sqlite:///file:x?mode=memory&uri=true", "processes can share"),
         ("sqlite:///study.db?timeout=3", "without options"),
-        ("sqlite://study.db", "three slashes"),
+        ("sqlite://study.db", "count the slashes"),
+        ("sqlite://me:s3cr3t@host/study.db", "count the slashes"),
         ("mysql://u:s3cr3t@h/d", "SQLite or PostgreSQL"),
         ("redis://:s3cr3t@h", "SQLite or PostgreSQL"),
         ("https://example.com", "SQLite or PostgreSQL"),
@@ -553,6 +554,59 @@ def test_a_sqlite_storage_keeps_a_write_ahead_log_and_waits(tmp_path: Path) -> N
     assert found == {"journal_mode": "wal", "synchronous": 2, "busy_timeout": 120_000}
     storage.close()
     assert [path.name for path in tmp_path.iterdir()] == ["study.db"]
+
+
+def test_what_writes_takes_the_lock_before_it_reads(tmp_path: Path) -> None:
+    """What it has read is then still true when it writes. What only reads takes no lock."""
+    storage = open_storage(resolve_url("study.db", {}, tmp_path))
+    study = optuna.create_study(storage=storage)
+    trial = study.ask()
+    study.enqueue_trial({"x": 1})
+    trial_id, said = trial._trial_id, list[str]()
+    with closing(storage.engine.raw_connection()) as connection:
+        connection.driver_connection.set_trace_callback(said.append)
+    distribution = optuna.distributions.FloatDistribution(0, 1)
+    for writes in (
+        lambda: storage.create_new_trial(study._study_id),
+        lambda: storage.set_trial_param(trial_id, "x", 0.5, distribution),
+        lambda: storage.set_trial_intermediate_value(trial_id, 0, 0.5),
+        lambda: storage.set_trial_user_attr(trial_id, "a", 1),
+        lambda: storage.set_trial_system_attr(trial_id, "a", 1),
+        lambda: storage.set_study_user_attr(study._study_id, "a", 1),
+        lambda: storage.set_study_system_attr(study._study_id, "a", 1),
+        lambda: storage.record_heartbeat(trial_id),
+        lambda: storage.fail_trials_of(study._study_id, "me", "gone"),
+        lambda: storage.set_trial_state_values(trial_id + 1, TrialState.RUNNING),
+        lambda: storage.set_trial_state_values(trial_id + 1, TrialState.FAIL),
+        lambda: storage.record(trial_id, state=TrialState.PRUNED),
+        lambda: storage.create_new_study([optuna.study.StudyDirection.MINIMIZE]),
+        lambda: storage.delete_study(study._study_id + 1),
+    ):
+        said.clear()
+        writes()
+        assert said[0] == "BEGIN IMMEDIATE"
+    for read in (
+        lambda: storage.get_all_trials(study._study_id),
+        lambda: storage.get_trial(trial_id),
+        lambda: storage.get_trial_params(trial_id),
+        lambda: storage.get_trial_user_attrs(trial_id),
+        lambda: storage.get_trial_system_attrs(trial_id),
+        lambda: storage.get_trial_id_from_study_id_trial_number(study._study_id, 0),
+        lambda: storage.get_trial_number_from_id(trial_id),
+        lambda: storage.get_n_trials(study._study_id),
+        storage.get_all_studies,
+        lambda: storage.get_study_user_attrs(study._study_id),
+        lambda: storage.get_study_system_attrs(study._study_id),
+        lambda: storage.get_study_directions(study._study_id),
+        lambda: storage.get_study_id_from_name(study.study_name),
+        lambda: storage.get_study_name_from_id(study._study_id),
+        lambda: storage.finished_count(study._study_id),
+    ):
+        said.clear()
+        read()
+        assert "BEGIN" in said
+        assert "BEGIN IMMEDIATE" not in said
+    storage.close()
 
 
 def test_a_process_leaves_no_log_beside_the_file(tmp_path: Path) -> None:

@@ -189,6 +189,28 @@ def test_a_foreign_read_transaction_hinders_no_writer(tmp_path: Path) -> None:
     storage.close()
 
 
+def test_a_long_read_of_a_plain_optuna_file_hinders_no_start(tmp_path: Path) -> None:
+    """Without a write-ahead log, a reader keeps the log from being made. It is made by the next that can."""
+    url = resolve_url("study.db", {}, tmp_path)
+    optuna.storages.RDBStorage(url).engine.dispose()
+    with closing(sqlite3.connect(tmp_path / "study.db", isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM trials").fetchone()
+        started = time.monotonic()
+        storage = open_storage(url)
+        assert time.monotonic() - started < 20
+        assert reader.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+    study = study_in(storage)
+    study.tell(study.ask(), 1.0)
+    storage.close()
+    again = open_storage(url)
+    with closing(again.engine.raw_connection()) as connection:
+        cursor = connection.cursor()
+        assert cursor.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        assert cursor.execute("PRAGMA busy_timeout").fetchone() == (120_000,)
+    again.close()
+
+
 def test_a_lock_that_never_ends_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait is bounded, and what is said then has no traceback of SQLAlchemy's in it."""
     for module in ("tuner.storage", "tuner.storage_transactions"):

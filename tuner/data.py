@@ -94,7 +94,8 @@ class Resident:
         order_N = None if order_N is None else order_N.to(self._device)
         for start in range(0, self.size, part):
             if order_N is None:
-                leaves = [leaf[start : start + part] for leaf in self._leaves]
+                # Copies, as a data loader gives them: a model may change its input in place.
+                leaves = [leaf[start : start + part].clone() for leaf in self._leaves]
             else:
                 chosen = order_N[start : start + part]
                 leaves = [leaf.index_select(0, chosen) for leaf in self._leaves]
@@ -124,7 +125,11 @@ class Streamed:
     def _read(self, chosen: Sequence[Tensor], pin: bool) -> Iterator[Batch]:
         examples = self._examples
         if not isinstance(examples, tuple):
-            yield from map(_pair, DataLoader(examples, batch_sampler=[c.tolist() for c in chosen], pin_memory=pin))
+            sampler = [c.tolist() for c in chosen]
+            # A generator of its own: a loader draws a seed for its workers, from the one that dropout uses otherwise.
+            yield from map(
+                _pair, DataLoader(examples, batch_sampler=sampler, pin_memory=pin, generator=torch.Generator())
+            )
             return
         for indices_B in chosen:
             leaves, structure = tree_flatten(examples)
@@ -211,7 +216,10 @@ def _examples(split: Any, what: str) -> Any:
         )
     if len(_sized(split)) == 0:
         raise SpecError(f"{what} is empty")
-    example = split[0]
+    try:
+        example = split[0]
+    except Exception as error:
+        raise SpecError(f"{what} raised {type(error).__name__} for its first item: {error}") from error
     if not isinstance(example, (tuple, list)) or len(example) != 2:
         raise SpecError(f"{what} must give pairs (input, target); its first item is {_kind(example)}")
     return split

@@ -6,15 +6,22 @@ that no CPU-only machine can test stays thin.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import resource
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from tuner.errors import DeviceError
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's malloc.h."""
+
+KEPT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,20 @@ def _processor() -> str:
 def cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def keep_host_memory() -> None:
+    """Let the C library keep freed memory for the next tensors, where it can be told so (glibc).
+
+    By default a block above some size goes back to the kernel when it is freed, and each page of the next one is a page
+    fault: for stacks on a CPU that took longer than the arithmetic. Measured: docs/measurements.md.
+    """
+    if sys.platform != "linux":
+        return
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
+        library.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def synchronize(device: torch.device) -> None:

@@ -17,13 +17,14 @@ from tuner.clock import Stopwatch
 from tuner.prepare import Prepared
 from tuner.progress import clean, duration, listed, readable
 from tuner.results import Event, Finished, Spent, summarize
-from tuner.storage import masked
-from tuner.study import OpenedStudy
+from tuner.storage import masked, sqlite_path
+from tuner.study import OpenedStudy, target_of
 from tuner.workers import Assignment
 
 PARTS = {
     "start": "imports, study file, device",
     "data": "loading data",
+    "plan": "measuring what is fastest",
     "sampler": "sampler",
     "pruner": "pruner",
     "storage": "storage",
@@ -191,11 +192,13 @@ def _weights(best: FrozenTrial | None) -> str | None:
 
 def _commands(ready: Prepared, run: Assignment) -> dict[str, str]:
     """The exact commands to browse, resume and report."""
-    storage = masked(ready.url)
-    where = f"--storage {shlex.quote(storage.removeprefix('sqlite:///'))}"
+    where = f"--storage {shlex.quote(str(sqlite_path(ready.url) or masked(ready.url)))}"
     study = f"--study {shlex.quote(run.source)}"
     name = f" --study-name {shlex.quote(run.study_name)}"
     again = name if run.study_name != ready.loaded.spec.name else ""
+    if run.target != target_of(ready.loaded.spec):
+        pairs = zip(run.target.names, run.target.maximize, strict=True)
+        again += " --objectives " + " ".join(f"{n}:{'maximize' if up else 'minimize'}" for n, up in pairs)
     return {
         "browse": f"python -m tuner.dashboard {where}",
         "resume": f"python -m tuner.run {study} {where}{again}",

@@ -17,6 +17,13 @@ from tuner.train import Job, Task, call
 THREAD_FLOPS = 40e6
 """Floating-point operations of a training step from which a second CPU thread pays. Measured: docs/measurements.md."""
 
+MOST_LANES = 64
+"""Wider stacks gained nothing more on a CPU."""
+
+GENERATIONS = 5
+"""A search asks for at most this share of its trials at once: what is asked for together cannot learn from each other.
+Measured: docs/measurements.md."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -25,28 +32,33 @@ class Plan:
     device: torch.device
     workers: int = 1
     threads: int = 1
+    lanes: int = 1
     why: str = ""
 
     @property
     def text(self) -> str:
         """The plan in one line."""
         workers = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
+        lanes = f"{self.lanes} lane{'s' if self.lanes > 1 else ''}{' each' if self.workers > 1 else ''}"
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}{' each' if self.workers > 1 else ''}"
-        return f"{describe(self.device)}, {workers}, {threads} ({self.why})"
+        return f"{describe(self.device)}, {workers}, {lanes}, {threads} ({self.why})"
 
 
-def make_plan(device: torch.device, workers: int, threads: int | None, step_flops: float) -> Plan:
-    """The plan for training steps of `step_flops` operations, with the number of threads as asked for, if it was."""
-    if threads is not None:
-        return Plan(device, workers, threads, "as asked for")
+def choose_threads(device: torch.device, workers: int, step_flops: float) -> tuple[int, str]:
+    """CPU threads for each worker with training steps of `step_flops` operations, and why."""
     available = max(1, cores() // workers)
     if device.type != "cpu":
-        return Plan(device, workers, 1, "the device works, the CPU only feeds it")
+        return 1, "the device works, the CPU only feeds it"
     if available == 1:
-        return Plan(device, workers, 1, f"{cores()} cores for {workers} workers")
+        return 1, f"{cores()} core{'s' if cores() > 1 else ''} for {workers} worker{'s' if workers > 1 else ''}"
     if step_flops < THREAD_FLOPS:
-        return Plan(device, workers, 1, f"steps of {step_flops / 1e6:.0f} MFLOP are too small for more")
-    return Plan(device, workers, available, f"steps of {step_flops / 1e6:.0f} MFLOP")
+        return 1, f"steps of {step_flops / 1e6:.0f} MFLOP are too small for more"
+    return available, f"steps of {step_flops / 1e6:.0f} MFLOP"
+
+
+def widest_search(goal: int | None, workers: int) -> int:
+    """The most lanes that leave the sampler enough generations to learn from, with `goal` trials for all workers."""
+    return MOST_LANES if goal is None else max(1, min(MOST_LANES, goal // (GENERATIONS * workers)))
 
 
 def try_step(job: Job, task: Task) -> float:
@@ -78,6 +90,7 @@ def try_step(job: Job, task: Task) -> float:
     with torch.inference_mode():
         inputs, target = next(iter(task.validation.batches(min(32, task.validation.size))))
         output = call(module, inputs)
+        job.loss(output, target)
         for name, metric in task.metrics.items():
             value = torch.as_tensor(metric(output, target))
             if value.numel() != 1:

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from tuner.clock import Stopwatch
 from tuner.data import Data, prepare
-from tuner.device import choose, is_lost
+from tuner.device import choose, is_lost, keep_host_memory
 from tuner.errors import SpecError, TunerError, UsageError
-from tuner.plan import Plan, make_plan, try_step
+from tuner.measure import best_lanes, machine, remembered, time_lanes
+from tuner.plan import Plan, choose_threads, try_step, widest_search
 from tuner.results import Target
+from tuner.samplers import grid_cells
 from tuner.spec import LoadedSpec, Space, explore, one_line
 from tuner.storage import open_storage, resolve_url, sqlite_path
 from tuner.study import OpenedStudy, enqueue_grid, enqueue_points, open_study, read_points, target_of
@@ -45,6 +49,8 @@ def prepare_run(
     device_name: str,
     threads: int | None,
     workers: int,
+    lanes: str,
+    goal: int | None,
     pruner: str | None,
     watch: Stopwatch,
 ) -> Prepared:
@@ -71,9 +77,12 @@ def prepare_run(
     data = prepare(splits, home, loaded.origin)
     watch.lap("data")
     flops = _try_model(loaded, space, data, home)
-    plan = make_plan(choice.device, workers, threads, flops)
+    count, why = (threads, "as asked for") if threads is not None else choose_threads(choice.device, workers, flops)
+    torch.set_num_threads(count)
+    width, measured = _choose_lanes(loaded, space, data, home, lanes, count, widest_search(goal, workers), watch)
+    plan = Plan(choice.device, workers, count, width, why)
     watch.lap("start")
-    notes = [f"device: {choice.device}, {choice.why}", *data.notes]
+    notes = [f"device: {choice.device}, {choice.why}", *data.notes, *measured]
     if several:
         notes.append("several objectives: no trial is pruned, and no learning curves are kept")
     return Prepared(
@@ -84,6 +93,8 @@ def prepare_run(
 def open_prepared(ready: Prepared, study_name: str | None, points: Path | None, *, grid: bool) -> OpenedStudy:
     """Open storage and study; queue the points of a file and the cells of a grid."""
     queued = read_points(points, ready.space) if points is not None else []
+    if grid:
+        grid_cells(ready.space.distributions)  # where there is no grid, it says so before anything is made
     storage = open_storage(ready.url)
     opened = open_study(storage, ready.loaded, ready.space, ready.data.digest, ready.target, study_name)
     enqueue_points(opened.study, queued)
@@ -93,11 +104,47 @@ def open_prepared(ready: Prepared, study_name: str | None, points: Path | None, 
 
 
 def weights_folder(url: str, asked: str | None) -> Path:
-    """Where weights are kept: ``tuner-weights`` beside ``tuner.db``; in the working directory for a server."""
+    """Where weights are kept: ``tuner-weights`` beside ``tuner.db``; in the working directory for a server.
+
+    Raises `UsageError` where no directory can be made.
+    """
     if asked is not None:
-        return Path(asked).absolute()
+        folder = Path(asked).absolute()
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            kind = "no directory" if not there.is_dir() else "no permission to write"
+            raise UsageError(f"--weights {asked}: wanted a directory to write in; found {kind} at {there}")
+        return folder
     path = sqlite_path(url)
     return path.with_name(f"{path.stem}-weights") if path is not None else Path("tuner-weights").absolute()
+
+
+def _choose_lanes(
+    loaded: LoadedSpec,
+    space: Space,
+    data: Data,
+    device: torch.device,
+    asked: str,
+    threads: int,
+    limit: int,
+    watch: Stopwatch,
+) -> tuple[int, list[str]]:
+    """How many trials a worker trains at a time, as asked for or as measured, and what to say of it."""
+    if asked != "auto":
+        return int(asked), []
+    keep_host_memory()
+    watch.lap("start")
+    widths = [width for width in (8, 16, 64) if width < limit] + [limit]
+    jobs = [loaded.spec.job(number, h) for number, h in enumerate(space.samples)]
+    if limit == 1:
+        return 1, []
+    key = f"{machine(device, threads)} {loaded.spec.name} {space.samples} {data.digest} {limit}"
+    timings, before = remembered(key, lambda: time_lanes(loaded.spec.task(data, device), jobs, widths))
+    watch.lap("plan")
+    best = best_lanes(timings)
+    ways = ", ".join(f"{t.lanes} lanes {timings[0].seconds / t.seconds:.1f}" for t in timings[1:])
+    said = f"lanes: {best}; speed over lone trials: {ways or 'these trials cannot be trained together'}"
+    return best, [f"{said} ({'measured before' if before else 'measured now'})"]
 
 
 def _try_model(loaded: LoadedSpec, space: Space, data: Data, device: object) -> float:

@@ -71,6 +71,11 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument(
         "--weights", metavar="DIR", help="where the best trial's weights are kept (default: by the storage)"
     )
+    where.add_argument(
+        "--lanes",
+        default="auto",
+        help="trials that a worker trains together: auto, or a number (default: auto, measured)",
+    )
     much = p.add_argument_group("how much")
     much.add_argument("--n-trials", type=int, help=f"add this many trials (default: {DEFAULT_TRIALS})")
     much.add_argument(
@@ -98,6 +103,8 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, flag)
         if value is not None and not value >= lowest:
             raise UsageError(f"--{flag.replace('_', '-')} {value}: wanted a number from {lowest}")
+    if args.lanes != "auto" and not (args.lanes.isdigit() and int(args.lanes) > 0):
+        raise UsageError(f"--lanes {args.lanes}: wanted auto, or a number from 1")
     if args.sampler not in SAMPLERS:
         raise UsageError(f"--sampler {args.sampler}: wanted one of {', '.join(SAMPLERS)}")
     if args.pruner not in (None, *PRUNERS):
@@ -122,7 +129,6 @@ def tune(args: argparse.Namespace, watch: Stopwatch) -> int:
     """Prepare, search, and print the outcome; returns the exit code."""
     # Imported here: `--help` is there at once, and torch takes seconds.
     import optuna
-    import torch
 
     from tuner import outcome
     from tuner.interrupt import Interrupt
@@ -142,10 +148,11 @@ def tune(args: argparse.Namespace, watch: Stopwatch) -> int:
                     args.device,
                     args.threads,
                     args.workers,
+                    args.lanes,
+                    goal_of(args),
                     args.pruner,
                     watch,
                 )
-            torch.set_num_threads(ready.plan.threads)
             opened, assignment, budget = open_run(args, ready)
         except Interrupted as error:
             return error.exit_code
@@ -170,6 +177,7 @@ def open_run(args: argparse.Namespace, ready: Prepared) -> tuple[OpenedStudy, As
     from tuner.prepare import open_prepared, weights_folder
     from tuner.workers import Assignment, CountedBudget
 
+    weights = weights_folder(ready.url, args.weights)
     opened = open_prepared(ready, args.study_name, args.enqueue, grid=args.sampler == "grid")
     assignment = Assignment(
         source=ready.loaded.source,
@@ -178,18 +186,29 @@ def open_run(args: argparse.Namespace, ready: Prepared) -> tuple[OpenedStudy, As
         target=ready.target,
         device=args.device,
         threads=ready.plan.threads,
+        lanes=ready.plan.lanes,
         sampler=args.sampler,
         pruner=ready.pruner,
         threshold=args.threshold,
         seed=args.seed,
         run=opened.run,
         total_limit=args.total_trials,
-        weights=str(weights_folder(ready.url, args.weights)),
+        weights=str(weights),
     )
-    trials = args.n_trials
-    if trials is None and args.total_trials is None and args.timeout is None and args.sampler != "grid":
-        trials = DEFAULT_TRIALS
-    return opened, assignment, CountedBudget.until(trials, args.timeout)
+    return opened, assignment, CountedBudget.until(added_trials(args), args.timeout)
+
+
+def added_trials(args: argparse.Namespace) -> int | None:
+    """How many trials this command may start, None: any number."""
+    if args.n_trials is None and args.total_trials is None and args.timeout is None and args.sampler != "grid":
+        return DEFAULT_TRIALS
+    return int(args.n_trials) if args.n_trials is not None else None
+
+
+def goal_of(args: argparse.Namespace) -> int | None:
+    """How many trials this command starts at most, before the study has been looked at."""
+    counts = [count for count in (added_trials(args), args.total_trials) if count is not None]
+    return min(counts) if counts else None
 
 
 def search(

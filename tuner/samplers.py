@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,9 +26,12 @@ def sampler(name: str, seed: int | None) -> optuna.samplers.BaseSampler:
     if name == "gp":
         return optuna.samplers.GPSampler(seed=seed)
     if name == "cmaes":
-        return optuna.samplers.CmaEsSampler(seed=seed)
+        return optuna.samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)
     if name == "qmc":
-        return optuna.samplers.QMCSampler(seed=seed)
+        with warnings.catch_warnings():
+            # "Experimental" in Optuna since 3.0; who asks for it by name need not be told.
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return optuna.samplers.QMCSampler(seed=seed, warn_independent_sampling=False)
     if name == "nsgaii":
         return optuna.samplers.NSGAIISampler(seed=seed)
     if name in ("random", "grid"):
@@ -50,7 +54,10 @@ def pruner(name: str, epochs: int, threshold: float | None, maximize: bool) -> o
         return optuna.pruners.HyperbandPruner(min_resource=max(1, epochs // 9), max_resource=epochs, reduction_factor=3)
     if name == "patient":
         inner = optuna.pruners.MedianPruner(n_startup_trials=5)
-        return optuna.pruners.PatientPruner(inner, patience=max(1, epochs // 10))
+        with warnings.catch_warnings():
+            # "Experimental" in Optuna since 2.8.
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return optuna.pruners.PatientPruner(inner, patience=max(1, epochs // 10))
     if name == "threshold":
         if threshold is None:
             raise UsageError("--pruner threshold: also say --threshold VALUE, which no trial may be worse than")
@@ -77,5 +84,6 @@ def _grid_values(name: str, distribution: BaseDistribution) -> list[Any]:
         return list(range(distribution.low, distribution.high + 1, distribution.step))
     if isinstance(distribution, FloatDistribution) and distribution.step is not None:
         steps = round((distribution.high - distribution.low) / distribution.step)
-        return [distribution.low + i * distribution.step for i in range(steps + 1)]
+        # Rounding may carry the last one above the end: 3 * 0.1 > 0.3.
+        return [min(distribution.low + i * distribution.step, distribution.high) for i in range(steps + 1)]
     raise UsageError(f"--sampler grid: {name} has no steps; give it choices or step=, or use --sampler qmc")

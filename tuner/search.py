@@ -7,30 +7,28 @@ one lane, so that one loop serves both.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import optuna
-from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import TrialState
 
 from tuner import device
-from tuner.clock import Stopwatch
-from tuner.errors import BudgetSpentError, DeviceError, Interrupted, TooManyFailuresError, TunerError
+from tuner.assemble import Assembler
+from tuner.errors import BudgetSpentError, DeviceError, Interrupted, TooManyFailuresError
 from tuner.interrupt import Interrupt
 from tuner.owner import is_gone
-from tuner.results import REASON, WORKER, EpochDone, Event, Finished, Notice, Record, Spent, Started, Target, is_better
-from tuner.spec import StudySpec, one_line
-from tuner.storage import Storage
-from tuner.train import EpochResult, Lone, Task, Trainer
-from tuner.weights import WeightsFolder
+from tuner.results import WORKER, EpochDone, Event, Finished, Notice, Record, Spent, Started, Target
+from tuner.spec import one_line
+from tuner.tell import Failure, Lane, Teller
+from tuner.train import EpochResult, Job, Trainer
+
+REFILL_SHARE = 0.25
+"""New trials start when at least this share of the lanes is free."""
 
 FAILURES_IN_A_ROW = 10
 """So many trials that raise, one after the other, are not bad luck: the run stops and says why."""
-
-REPORT_SECONDS = 1.0
-"""Without a pruner, a learning curve is written this often: a dashboard reads it no faster."""
 
 POLL_SECONDS = 0.2
 """How often to look whether the trials that others are training have left room for another one."""
@@ -47,40 +45,29 @@ class Budget(Protocol):
 
 
 @dataclass
-class Lane:
-    """One trial in training; `weights` are those of its best epoch, if it may become the best trial."""
-
-    trial: optuna.Trial
-    record: Record
-    hyperparameters: dict[str, Any] = field(default_factory=dict)
-    weights: Mapping[str, Any] | None = None
-    unwritten: dict[int, float] = field(default_factory=dict)
-    written: float = 0.0
-
-
-@dataclass
 class Search:
-    """One worker's part of a search.
+    """One worker's part of a search, with up to `width` trials at a time.
 
-    `storage` is the study's, without Optuna's cache; `weights` is where the best trial's weights are kept, if anywhere.
+    `teller` writes to the study's storage, and `assembler` builds what trains the trials.
     """
 
     study: optuna.Study
-    storage: Storage
-    spec: StudySpec
-    task: Task
+    teller: Teller
+    assembler: Assembler
     target: Target
     budget: Budget
-    watch: Stopwatch
     interrupt: Interrupt
-    worker: str
-    weights: WeightsFolder | None = None
     width: int = 1
     _lanes: dict[int, Lane] = field(default_factory=dict)
     _trainers: list[Trainer] = field(default_factory=list)
+    _asked: int = 0
     _refused: bool = False
     _failures: int = 0
     _finished: int = 0
+
+    def __post_init__(self) -> None:
+        self._storage, self._watch = self.teller.storage, self.teller.watch
+        self._spec, self._task = self.teller.spec, self.teller.task
 
     def events(self) -> Iterator[Event]:
         """Run until the budget is spent. Whatever ends it, the trials in training are ended with a reason first.
@@ -91,18 +78,23 @@ class Search:
             yield from self._loop()
         except BaseException as error:
             why = str(error) if isinstance(error, Interrupted) else one_line(error)
-            ended = [self._end(lane, TrialState.FAIL, (), f"interrupted: {why}") for lane in list(self._lanes.values())]
+            lanes = list(self._lanes.values())
+            ended = [self._end(lane, TrialState.FAIL, (), f"interrupted: {why}") for lane in lanes]
             if not isinstance(error, GeneratorExit):
                 yield from ended
-                yield Spent(self.worker, dict(self.watch.totals), self._finished)
+                yield Spent(self.teller.worker, dict(self._watch.totals), self._finished)
             raise
-        yield Spent(self.worker, dict(self.watch.totals), self._finished)
+        yield Spent(self.teller.worker, dict(self._watch.totals), self._finished)
 
     def _loop(self) -> Iterator[Event]:
         waited = False
         while True:
             self.interrupt.check()
-            yield from self._fill()
+            # A stack of few lanes costs nearly as much as one of many: new trials come in good company.
+            if self.width - len(self._lanes) >= self.width * REFILL_SHARE or not self._lanes:
+                yield from self._fill()
+            if not self._lanes and self._asked:
+                continue  # Those that were asked for have failed already.
             if not self._lanes:
                 if not self._refused or not self._may_get_room():
                     return
@@ -110,49 +102,66 @@ class Search:
                     yield Notice("waiting for trials that others train: each one that fails leaves room for one here")
                 waited = True
                 time.sleep(POLL_SECONDS)
-                self.watch.lap("wait")
+                self._watch.lap("wait")
             for trainer in list(self._trainers):
                 yield from self._round(trainer)
 
     def _fill(self) -> Iterator[Event]:
         """Give each free lane a trial, while the budget lasts."""
-        self._refused = False
+        self._refused, self._asked = False, 0
+        new: list[Lane] = []
+        jobs: list[Job] = []
         while len(self._lanes) < self.width and self.budget.take():
             try:
                 lane = self._ask()
             except BudgetSpentError:
                 self.budget.give_back()
                 self._refused = True
-                return
-            failure = self._start(lane)
-            yield Started(lane.trial.number, lane.trial.params, self.worker)
-            self.watch.lap("display")
+                break
+            self._asked += 1
+            failure = self._sample(lane, jobs)
+            yield Started(lane.trial.number, lane.trial.params, self.teller.worker)
+            self._watch.lap("display")
             if failure is not None:
                 yield from self._fail([lane], failure)
+            else:
+                new.append(lane)
+        if new:
+            yield from self._assemble(new, jobs)
 
     def _ask(self) -> Lane:
-        started, stored = self.watch.now(), self.storage.seconds
+        started, stored = self._watch.now(), self._storage.seconds
         trial = self.study.ask()
         lane = Lane(trial, Record(trial.number, self.target, started))
         self._lanes[trial.number] = lane
         self._lap("sampler", stored)
         return lane
 
-    def _start(self, lane: Lane) -> Failure | None:
-        """Sample the hyperparameters and build what trains them; what a study file's code raises is returned."""
-        stored = self.storage.seconds
+    def _sample(self, lane: Lane, jobs: list[Job]) -> Failure | None:
+        """Sample a trial's hyperparameters and append its job; what a study file's code raises is returned."""
+        stored = self._storage.seconds
         try:
-            lane.hyperparameters = self.spec.space(lane.trial)
-            self._lap("sampler", stored)
-            device.reset_peak(self.task.device)
-            with self.interrupt.interruptible():
-                trainer = Lone(self.spec.job(lane.trial.number, lane.hyperparameters), self.task)
-                device.synchronize(self.task.device)
-            lane.record.build_seconds = self.watch.lap("build")
+            lane.hyperparameters = self._spec.space(lane.trial)
+            jobs.append(self._spec.job(lane.trial.number, lane.hyperparameters))
         except Exception as error:
             return Failure.of(error)
-        self._trainers.append(trainer)
+        finally:
+            self._lap("sampler", stored)
         return None
+
+    def _assemble(self, lanes: Sequence[Lane], jobs: Sequence[Job]) -> Iterator[Event]:
+        """Build what trains these trials."""
+        device.reset_peak(self._task.device)
+        with self.interrupt.interruptible():
+            made = self.assembler.assemble(jobs, self.width)
+            device.synchronize(self._task.device)
+        share = self._watch.lap("build")
+        for lane in lanes:
+            lane.record.build_seconds += share
+        self._trainers += made.trainers
+        yield from map(Notice, made.notices)
+        for number, error in made.errors.items():
+            yield from self._fail([self._lanes[number]], Failure.of(error))
 
     def _round(self, trainer: Trainer) -> Iterator[Event]:
         """Train the lanes of one trainer for an epoch, and decide which of them go on."""
@@ -161,148 +170,83 @@ class Search:
         results: Sequence[EpochResult] = ()
         try:
             with self.interrupt.interruptible():
-                results = trainer.epoch(self.watch)
+                results = trainer.epoch(self._watch)
         except Exception as error:
             failure = Failure.of(error)
         if failure is not None:
             # Outside the except block, whose traceback keeps the tensors of the failed epoch alive.
             self._trainers.remove(trainer)
             del trainer
-            yield from self._fail(lanes, failure)
+            yield from self._after_failure(lanes, failure)
             return
+        gone = []
         for result in results:
-            lane = self._lanes[result.number]
-            finished = self._decide(lane, result, trainer, len(results))
-            if finished is not None:
-                trainer.leave([result.number])
-                yield finished
+            lane, stored = self._lanes[result.number], self._storage.seconds
+            if result.epoch < lane.record.epochs:  # Repeated by a smaller stack than the one that failed.
+                continue
+            event = self.teller.decide(lane, result, trainer, len(results))
+            self._lap("pruner", stored)
+            if event is not None:
+                gone.append(result.number)
+                self._count(lane, event)
+                yield event
             else:
                 value = result.validation[lane.record.measure]
-                yield EpochDone(result.number, result.epoch, self.task.epochs, value)
-            self.watch.lap("display")
+                yield EpochDone(result.number, result.epoch, self._task.epochs, value)
+            self._watch.lap("display")
+        if gone:
+            trainer.leave(gone)
         if not trainer.numbers:
             self._trainers.remove(trainer)
 
-    def _decide(self, lane: Lane, result: EpochResult, trainer: Trainer, lanes: int) -> Event | None:
-        """Report an epoch, and end the trial if it was its last, if it diverged, or if the pruner says so."""
-        record, stored = lane.record, self.storage.seconds
-        if record.add(result, lanes) and self._may_win(record):
-            lane.weights = trainer.weights(result.number)
-        if record.trouble:
-            # Pruned, not failed: a sampler learns from pruned trials, and must not propose this again and again.
-            event: Event | None = self._end(lane, TrialState.PRUNED, (), record.trouble)
-        else:
-            value = result.validation[record.measure]
-            lane.unwritten[result.epoch] = value
-            if record.epochs == self.task.epochs:
-                event = self._end(lane, TrialState.COMPLETE, (), "")
-            else:
-                event = self._report(lane, value)
-        self._lap("pruner", stored)
-        return event
-
-    def _report(self, lane: Lane, value: float) -> Event | None:
-        """Write the learning curve so far, if someone reads it now, and ask the pruner."""
-        if len(self.target.names) > 1:
-            lane.unwritten.clear()  # Optuna keeps no learning curves where there are several objectives.
-            return None
-        pruner = not isinstance(self.study.pruner, optuna.pruners.NopPruner)
-        if not pruner and self.watch.now() - lane.written < REPORT_SECONDS:
-            return None
-        lane.written = self.watch.now()
-        try:
-            self.storage.record(lane.trial._trial_id, reports=lane.unwritten)
-        except UpdateFinishedTrialError:
-            return self._lose(lane)
-        lane.unwritten.clear()
-        if pruner and lane.trial.should_prune():
-            return self._end(lane, TrialState.PRUNED, (value,), f"pruned at epoch {lane.record.epochs - 1}")
-        return None
+    def _after_failure(self, lanes: Sequence[Lane], failure: Failure) -> Iterator[Event]:
+        """A stack that failed is tried again as two of half its width; a lone trial has failed."""
+        device.release(self._task.device)
+        if len(lanes) == 1 or failure.device_lost:
+            yield from self._fail(lanes, failure)
+            return
+        half = (len(lanes) + 1) // 2
+        yield Notice(f"a stack of {len(lanes)} trials failed ({failure.reason}); it is trained again as two of {half}")
+        if failure.out_of_memory:
+            self.width = max(1, min(self.width, half))
+        for part in (lanes[:half], lanes[half:]):
+            jobs = [self._spec.job(lane.trial.number, lane.hyperparameters) for lane in part]
+            yield from self._assemble(part, jobs)
 
     def _end(self, lane: Lane, state: TrialState, values: tuple[float, ...], reason: str) -> Event:
-        """End a trial in the storage: all that is known of it and its state, in one transaction."""
-        number, record = lane.trial.number, lane.record
-        del self._lanes[number]
-        attributes = record.attributes(self.watch.now(), device.peak_megabytes(self.task.device))
-        attributes |= {"device": device.describe(self.task.device), "lanes": self.width, "seed": self.spec.seed}
-        attributes |= {REASON: reason} if reason else {}
-        if state == TrialState.COMPLETE:
-            values = record.values(attributes)
-            if self.weights is not None and lane.weights is not None and self._may_win(record):
-                attributes["weights"] = str(self.weights.save(number, lane.weights, lane.hyperparameters))
-        try:
-            frozen = self.storage.get_trial(lane.trial._trial_id)
-            self.study.sampler.after_trial(self.study, frozen, state, list(values) or None)
-            self.storage.record(
-                lane.trial._trial_id, attributes=attributes, reports=lane.unwritten, state=state, values=values
-            )
-        except UpdateFinishedTrialError:
-            return self._lose(lane)
-        if "weights" in attributes and self.weights is not None:
-            self._keep_best_weights(self.weights)
-        self._finished += 1
-        self._failures = self._failures + 1 if state == TrialState.FAIL else 0
-        params, wall = lane.trial.params, attributes["wall_time"]
-        return Finished(number, state, values, params, wall, record.epochs, self.worker, reason)
+        event = self.teller.end(lane, state, values, reason)
+        self._count(lane, event)
+        return event
+
+    def _count(self, lane: Lane, event: Event) -> None:
+        del self._lanes[lane.trial.number]
+        if isinstance(event, Finished):
+            self._finished += 1
+            self._failures = self._failures + 1 if event.state == TrialState.FAIL else 0
 
     def _fail(self, lanes: Sequence[Lane], failure: Failure) -> Iterator[Event]:
         """End trials whose training raised; the run goes on unless that is pointless."""
-        device.release(self.task.device)
         for lane in lanes:
             yield self._end(lane, TrialState.FAIL, (), failure.reason)
-        self.watch.lap("storage")
+        self._watch.lap("storage")
         if failure.device_lost:
-            raise DeviceError(f"{self.task.device} is lost to this process ({failure.reason}); start again to resume")
+            raise DeviceError(f"{self._task.device} is lost to this process ({failure.reason}); start again to resume")
         if self._failures >= FAILURES_IN_A_ROW:
             raise TooManyFailuresError(f"{self._failures} trials failed in a row, the last one with: {failure.reason}")
 
-    def _lose(self, lane: Lane) -> Notice:
-        """Somebody else ended the trial: drop it."""
-        self._lanes.pop(lane.trial.number, None)
-        state = self.storage.get_trial(lane.trial._trial_id).state.name.lower()
-        return Notice(f"trial {lane.trial.number} was ended by another process ({state}); it is dropped here")
-
-    def _may_win(self, record: Record) -> bool:
-        """Whether the trial's best epoch is better than every complete trial's."""
-        if record.best is None or len(self.target.names) > 1:
-            return False
-        try:
-            best = self.storage.get_best_trial(self.study._study_id).value
-        except ValueError:
-            best = None
-        return is_better(record.best.validation[record.measure], best, self.target.maximize[0])
-
-    def _keep_best_weights(self, weights: WeightsFolder) -> None:
-        trials = self.study.get_trials(deepcopy=False)
-        best = self.storage.get_best_trial(self.study._study_id).number
-        weights.remove_others(best, {t.number for t in trials if t.state.is_finished()})
-
     def _may_get_room(self) -> bool:
         """Whether a trial may yet start within the study's total; trials whose process is gone are ended first."""
-        limit, study_id = self.storage.total_limit, self.study._study_id
+        limit, study_id = self._storage.total_limit, self.study._study_id
         if limit is None:
             return False
         for owner in {t.user_attrs.get(WORKER, "") for t in self.study.get_trials(states=(TrialState.RUNNING,))}:
             if is_gone(owner):
-                self.storage.fail_trials_of(study_id, owner, "its process is gone")
-        return self.storage.finished_count(study_id)[0] < limit
+                self._storage.fail_trials_of(study_id, owner, "its process is gone")
+        if self._storage.queued_only and not self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            return False
+        return self._storage.finished_count(study_id)[0] < limit
 
     def _lap(self, part: str, stored: float) -> None:
         """Give the seconds since the last lap to `part`, but those that the storage took to ``storage``."""
-        self.watch.lap(part)
-        self.watch.move(self.storage.seconds - stored, part, "storage")
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a trial's training raised, without the traceback that would keep its tensors alive."""
-
-    reason: str
-    device_lost: bool
-
-    @classmethod
-    def of(cls, error: Exception) -> Failure:
-        if isinstance(error, TunerError):
-            return cls(str(error), False)
-        reason = one_line(error)
-        return cls(f"out of memory: {reason}" if device.is_out_of_memory(error) else reason, device.is_lost(error))
+        self._watch.lap(part)
+        self._watch.move(self._storage.seconds - stored, part, "storage")

@@ -89,6 +89,7 @@ class StudySpec:
             loss=self._loss(hyperparameters),
             sgd=sgd(hyperparameters),
             seed=self.seed,
+            loss_key=None if required_arguments(self.loss) < 3 else _values(hyperparameters),
         )
 
     def task(self, data: Data, device: Any) -> Task:
@@ -143,6 +144,8 @@ def sgd(hyperparameters: Hyperparameters) -> SGD:
     if found.get("nesterov") and not found.get("momentum"):
         # Without momentum Nesterov's step is the plain one; torch.optim.SGD refuses the pair, a space may sample it.
         found["nesterov"] = False
+    if found.get("nesterov") and found.get("dampening"):
+        raise SpecError(f"nesterov needs a dampening of 0, as in torch.optim.SGD; found {found['dampening']!r}")
     return SGD(**found)
 
 
@@ -197,6 +200,11 @@ class quiet_optuna:  # noqa: N801 - used as a function in a with statement
 
     def __exit__(self, *_: object) -> None:
         optuna.logging.set_verbosity(self._verbosity)
+
+
+def _values(hyperparameters: Hyperparameters) -> str:
+    """All that a loss may depend on, but what the optimizer takes, as text."""
+    return repr({name: value for name, value in hyperparameters.items() if name not in SGD_NAMES})
 
 
 def _require(condition: bool, wanted: str, found: object) -> None:

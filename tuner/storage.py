@@ -122,28 +122,25 @@ class Storage(RDBStorage):
         self.inside = False
         # On a server, a connection that died while a trial was trained is replaced before it is used.
         options: dict[str, Any] = {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10}}
-        if sqlite_path(url) is not None:
+        lite = sqlite_path(url) is not None
+        if lite:
             options = {"connect_args": {"timeout": BUSY_SECONDS}}
         with start_lock(url):
             try:
-                super().__init__(url.replace("{", "{{").replace("}", "}}"), engine_kwargs=options)
+                # `_check_schema` has looked at a file already, and loading the history of the tables takes a while.
+                super().__init__(url.replace("{", "{{").replace("}", "}}"), options, skip_compatibility_check=lite)
             except (SQLAlchemyError, StorageInternalError, ImportError, ValueError) as error:
-                self._abandon()
+                _dispose(getattr(self, "engine", None), os.getpid())
                 raise cannot_open(url, cause_of(error)) from None
             except RuntimeError:  # Optuna's word for tables of another version
-                self._abandon()
+                _dispose(getattr(self, "engine", None), os.getpid())
                 raise _other_schema(url) from None
-            if sqlite_path(url) is not None:
+            if lite:
                 prepare_sqlite(self.engine)
             else:
                 self.scoped_session = postgres_sessions(self.engine)
         # Nobody has to remember `close`: at the latest it happens when the process ends.
         weakref.finalize(self, _dispose, self.engine, os.getpid())
-
-    def _abandon(self) -> None:
-        engine: Engine | None = getattr(self, "engine", None)  # Optuna's constructor may not have come so far
-        if engine is not None:
-            engine.dispose()
 
     def __repr__(self) -> str:
         return f"Storage({masked(self.given_url)!r})"
@@ -291,8 +288,8 @@ class Storage(RDBStorage):
     _get_stale_trial_ids = reads(RDBStorage._get_stale_trial_ids)
 
 
-def _dispose(engine: Engine, process: int) -> None:
-    if os.getpid() == process:  # a forked child must not end its parent's connections
+def _dispose(engine: Engine | None, process: int) -> None:
+    if engine is not None and os.getpid() == process:  # a forked child must not end its parent's connections
         engine.dispose()
 
 

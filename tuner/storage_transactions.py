@@ -121,9 +121,12 @@ def prepare_sqlite(engine: Engine) -> None:
     engine.dispose()  # connections of before know nothing of what follows
     event.listen(engine, "connect", _connected)
     event.listen(engine, "begin", _begin)
-    # It stays in the file. If another program is in the middle of something now, the next to open it does this.
-    with suppress(sqlite3.OperationalError), closing(engine.raw_connection()) as connection:
+    # It stays in the file. The change needs the file for itself: if another program reads it for long just now, it is
+    # left to the next that opens it, and until then readers and writers wait for each other.
+    with closing(engine.raw_connection()) as connection, suppress(sqlite3.OperationalError):
+        connection.cursor().execute("PRAGMA busy_timeout=2000")
         connection.cursor().execute("PRAGMA journal_mode=WAL")
+    engine.dispose()  # that connection with its short timeout
 
 
 def _connected(connection: sqlite3.Connection, _: object) -> None:

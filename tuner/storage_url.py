@@ -69,7 +69,7 @@ def _path_of(text: str, rest: str) -> Path:
         raise StorageError(f"wanted a storage that processes can share, found {text} (memory of one); {_ANSWER}")
     if not rest.startswith("/"):
         raise StorageError(
-            f"wanted three slashes (sqlite:///relative.db) or four (sqlite:////absolute.db), found {text}; {_ANSWER}"
+            f"wanted sqlite:///local.db or sqlite:////absolute.db, found {masked(text)} (count the slashes); {_ANSWER}"
         )
     if "?" in rest:
         raise StorageError(f"wanted a SQLite URL without options, found {text}; a ? in a file's name is written %3F")
@@ -94,7 +94,7 @@ def sqlite_path(url: str) -> Path | None:
 
 def masked(url: str) -> str:
     """`url` for people to read: ``***`` in the place of a password."""
-    if url.startswith("sqlite"):
+    if url.startswith(("sqlite:///", "sqlite+pysqlite:///")):
         return url
     url = re.sub(r"(://[^:/?@]*):.*@", r"\1:***@", url)
     return re.sub(r"([?&][a-z]*password=)[^&]*", r"\1***", url)

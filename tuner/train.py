@@ -7,7 +7,7 @@ decided above. `Lone` is a stack of one lane: the contract of both is `Trainer`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -87,13 +87,17 @@ class Task:
 
 @dataclass(frozen=True)
 class Job:
-    """One trial to train. `model` builds the network on the CPU, after the seed has been set."""
+    """One trial to train. `model` builds the network on the CPU, after the seed has been set.
+
+    `loss_key` is equal for trials whose `loss` does the same.
+    """
 
     number: int
     model: Callable[[], nn.Module]
     loss: Loss
     sgd: SGD
     seed: int
+    loss_key: Hashable = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,12 @@ class EpochResult:
     samples: int
     train_seconds: float
     validate_seconds: float
+
+
+def build(job: Job, task: Task) -> nn.Module:
+    """The trial's network with its initial weights, on the device."""
+    torch.manual_seed(job.seed)
+    return job.model().to(task.device)
 
 
 class Trainer(Protocol):
@@ -133,9 +143,8 @@ class Trainer(Protocol):
 class Lone:
     """One network, trained by itself."""
 
-    def __init__(self, job: Job, task: Task) -> None:
-        torch.manual_seed(job.seed)
-        self._module = job.model().to(task.device)
+    def __init__(self, job: Job, task: Task, module: nn.Module | None = None) -> None:
+        self._module = build(job, task) if module is None else module
         self._job = job
         self._task = task
         self._epoch = 0
@@ -217,7 +226,9 @@ def evaluate(module: nn.Module, loss: Loss, task: Task, source: Source) -> dict[
         for inputs, target in source.batches(EVALUATION_BATCH):
             output = call(module, inputs)
             values = [f(output, target) for f in measures.values()]
-            rows.append(torch.stack([torch.as_tensor(v, device=device, dtype=widest(device)) for v in values]))
+            rows.append(
+                torch.stack([torch.as_tensor(v, device=device, dtype=widest(device)).reshape(()) for v in values])
+            )
             sizes.append(examples_in((inputs, target)))
     return dict(zip(measures, weighted_mean(rows, sizes).tolist(), strict=True))
 

@@ -6,6 +6,7 @@ always has one; files of trials that are no longer the best are removed after it
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import tempfile
@@ -17,6 +18,8 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
+from tuner.errors import TunerError
+
 _NAME = re.compile(r"trial-(\d+)\.pt")
 
 
@@ -24,7 +27,7 @@ class WeightsFolder:
     """A folder with the weights of one study's best trial: ``FOLDER/STUDY/trial-N.pt``."""
 
     def __init__(self, folder: Path, study_name: str) -> None:
-        self.path = folder / quote(study_name, safe=" ")
+        self.path = folder / _file_name(study_name)
 
     def file(self, number: int) -> Path:
         """Where the weights of trial `number` are, if they are kept."""
@@ -33,10 +36,18 @@ class WeightsFolder:
     def save(self, number: int, weights: Mapping[str, Tensor], hyperparameters: Mapping[str, Any]) -> Path:
         """Write a state dictionary and what it was trained with: the whole file, or none of it, whatever happens.
 
-        ``torch.load(file, weights_only=True)["weights"]`` reads it back without executing anything.
+        ``torch.load(file, weights_only=True)["weights"]`` reads it back without executing anything. Raises `TunerError`
+        where it cannot be written.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
         content = {"trial": number, "weights": dict(weights), "hyperparameters": _plain(dict(hyperparameters))}
+        try:
+            self._write(number, content)
+        except OSError as error:
+            raise TunerError(f"cannot keep the weights of trial {number} in {self.path}: {error.strerror}") from error
+        return self.file(number)
+
+    def _write(self, number: int, content: Mapping[str, Any]) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=f".trial-{number}-", dir=self.path)
         try:
             with os.fdopen(descriptor, "wb") as stream:
@@ -49,7 +60,6 @@ class WeightsFolder:
             Path(temporary).unlink(missing_ok=True)
             raise
         _sync_folder(self.path)
-        return self.file(number)
 
     def remove_others(self, best: int, finished: set[int]) -> None:
         """Remove the files of `finished` trials other than the `best` one; a running trial's file may be needed yet."""
@@ -57,6 +67,14 @@ class WeightsFolder:
             match = _NAME.fullmatch(path.name)
             if match and int(match[1]) != best and int(match[1]) in finished:
                 path.unlink(missing_ok=True)
+
+
+def _file_name(study_name: str) -> str:
+    """A name for a folder: short enough for every file system, and neither this folder nor the one above."""
+    name = quote(study_name, safe=" ")
+    if not name.strip("."):
+        return name.replace(".", "%2E")
+    return name if len(name) <= 200 else f"{name[:180]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
 def _plain(value: Any) -> Any:

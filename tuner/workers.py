@@ -26,6 +26,7 @@ import optuna
 import torch
 
 from tuner import device as devices
+from tuner.assemble import Assembler
 from tuner.clock import Stopwatch
 from tuner.data import Data, prepare
 from tuner.errors import Interrupted, TunerError
@@ -37,6 +38,7 @@ from tuner.search import Budget, Search
 from tuner.spec import LoadedSpec, one_line
 from tuner.storage import open_storage
 from tuner.study_file import load_spec
+from tuner.tell import Teller
 from tuner.weights import WeightsFolder
 
 GOODBYE_SECONDS = 4.0
@@ -56,6 +58,7 @@ class Assignment:
     target: Target
     device: str
     threads: int
+    lanes: int
     sampler: str
     pruner: str
     threshold: float | None
@@ -120,18 +123,10 @@ def make_search(
         sampler=sampler(assignment.sampler, assignment.sampler_seed(worker)),
         pruner=pruner(assignment.pruner, spec.epochs, assignment.threshold, target.maximize[0]),
     )
-    return Search(
-        study=study,
-        storage=storage,
-        spec=spec,
-        task=spec.task(data, device),
-        target=target,
-        budget=budget,
-        watch=watch,
-        interrupt=interrupt,
-        worker=storage.owner,
-        weights=None if assignment.weights is None else WeightsFolder(Path(assignment.weights), assignment.study_name),
-    )
+    task = spec.task(data, device)
+    weights = None if assignment.weights is None else WeightsFolder(Path(assignment.weights), assignment.study_name)
+    teller = Teller(study, storage, spec, task, watch, storage.owner, weights)
+    return Search(study, teller, Assembler(task), target, budget, interrupt, assignment.lanes)
 
 
 def run_workers(assignment: Assignment, count: int, budget: Budget, interrupt: Interrupt) -> Iterator[Event]:
@@ -201,6 +196,8 @@ class _Team:
                     yield from self._bury(worker)
                 elif message == "take":
                     _send(worker.pipe, False)
+                elif isinstance(message, str) and message.startswith("owner "):
+                    worker.owner = message.removeprefix("owner ")
         for worker in list(self._workers):
             worker.process.kill()
             yield from self._bury(worker)
@@ -259,6 +256,7 @@ def work(assignment: Assignment, index: int, pipe: Connection) -> None:
         with interrupt.listening([signal.SIGTERM]):
             optuna.logging.set_verbosity(optuna.logging.WARNING)
             torch.set_num_threads(assignment.threads)
+            devices.keep_host_memory()
             loaded = load_spec(assignment.source)
             device = devices.choose(_own_device(assignment.device, index)).device
             watch.lap("start")
@@ -266,7 +264,7 @@ def work(assignment: Assignment, index: int, pipe: Connection) -> None:
             watch.lap("data")
             budget = _AskedBudget(pipe)
             search = make_search(assignment, loaded, data, device, budget, watch, interrupt, index)
-            pipe.send(f"owner {search.worker}")
+            pipe.send(f"owner {search.teller.worker}")
             watch.lap("start")
             for event in search.events():
                 pipe.send(event)

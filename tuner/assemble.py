@@ -1,0 +1,97 @@
+"""Put trials into trainers: those that can be trained together into stacks, the others alone."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from torch import nn
+
+from tuner.program import CannotStack, Program, signature
+from tuner.stack import Stack
+from tuner.train import Job, Lone, Task, Trainer, build
+
+MIXED_LANES = 4
+"""Where groups of one batch size would have fewer lanes than this, on average, batch sizes are mixed in one stack.
+Measured: docs/measurements.md."""
+
+
+@dataclass
+class Assembly:
+    """What one call of `Assembler.assemble` made; `errors` are the trials that could not be built."""
+
+    trainers: list[Trainer] = field(default_factory=list)
+    errors: dict[int, Exception] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+
+
+class Assembler:
+    """Builds the networks of trials and groups them. Programs are kept for trials to come."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._programs: dict[Hashable, Program | None] = {}
+        self._said: set[str] = set()
+
+    def assemble(self, jobs: Sequence[Job], lanes: int) -> Assembly:
+        """Trainers for `jobs`, in stacks of at most `lanes`."""
+        made = Assembly()
+        kinds: dict[Hashable, list[tuple[Job, nn.Module]]] = {}
+        for job in jobs:
+            try:
+                module = build(job, self._task)
+            except Exception as error:
+                made.errors[job.number] = error
+                continue
+            kind = signature(module, job.loss_key) if lanes > 1 and len(jobs) > 1 else job.number
+            kinds.setdefault(kind, []).append((job, module))
+        for kind, members in kinds.items():
+            program = self._program(kind, *members[0], made) if len(members) > 1 else None
+            for group in _groups(members, program, lanes):
+                made.trainers += self._train_together(kind, group, program, made)
+        return made
+
+    def _program(self, kind: Hashable, job: Job, module: nn.Module, made: Assembly) -> Program | None:
+        if kind not in self._programs:
+            try:
+                self._programs[kind] = Program(job, module, self._task)
+            except CannotStack as why:
+                self._give_up(kind, str(why), made)
+            except Exception:
+                # What a model raises is told by the trials themselves, which run alone and raise it again.
+                self._programs[kind] = None
+        return self._programs[kind]
+
+    def _train_together(
+        self, kind: Hashable, group: Sequence[tuple[Job, nn.Module]], program: Program | None, made: Assembly
+    ) -> list[Trainer]:
+        if program is not None and len(group) > 1:
+            try:
+                return [Stack([job for job, _ in group], [module for _, module in group], program, self._task)]
+            except CannotStack as why:
+                self._give_up(kind, str(why), made)
+        return [Lone(job, self._task, module) for job, module in group]
+
+    def _give_up(self, kind: Hashable, why: str, made: Assembly) -> None:
+        self._programs[kind] = None
+        if why not in self._said:
+            self._said.add(why)
+            made.notices.append(f"trials of this kind are trained alone, not in a stack: {why}")
+
+
+def _groups(
+    members: Sequence[tuple[Job, nn.Module]], program: Program | None, lanes: int
+) -> Iterator[Sequence[tuple[Job, nn.Module]]]:
+    """The members by batch size, or mixed where that is allowed and pays; at most `lanes` together."""
+    sizes = sorted({job.sgd.batch_size for job, _ in members})
+    chain = all(larger % smaller == 0 for smaller, larger in pairwise(sizes))
+    if program is not None and program.mixable and chain and len(members) < MIXED_LANES * len(sizes):
+        parts = [list(members)]
+    else:
+        parts = [[member for member in members if member[0].sgd.batch_size == size] for size in sizes]
+    for part in parts:
+        # Of equal size: a stack of 64 and one of 1 take longer than two of 32 and 33.
+        count = -(-len(part) // lanes)
+        for index in range(count):
+            yield part[index * len(part) // count : (index + 1) * len(part) // count]

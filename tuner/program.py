@@ -1,0 +1,252 @@
+"""One network's training step and evaluation as functions of stacked parameters, recorded once for any number of lanes.
+
+Trials whose networks have the same signature run the same program. What a program does is compared with the network
+itself before it is used (`Program.check`).
+Legend of names: K lanes, B examples, P parameters, M measures.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from tuner.capture import Captured, NotCapturable, capture
+from tuner.data import Batch, Source
+from tuner.device import widest
+from tuner.train import Job, Loss, Task, call
+
+TOLERANCE = 1e-4
+"""How far a lane's loss and gradient may be from its own network's, relative to their size."""
+
+PROBE_EXAMPLES = 8
+
+
+class CannotStack(Exception):  # noqa: N818 - no error: the trials run alone
+    """Trials of this kind cannot be trained as a stack; the message says why, once, to the user."""
+
+
+class Program:
+    """The recorded step and evaluation of one signature.
+
+    `trained` and `fixed` are the names of the stacked tensors in the order of the arguments: parameters that get
+    gradients, and everything else (frozen or unused parameters, buffers). `mixable` says whether a batch may be split
+    into micro-batches: the loss is a mean over examples, and nothing is drawn at random.
+    """
+
+    def __init__(self, job: Job, module: nn.Module, task: Task) -> None:
+        self._module = module
+        self._task = task
+        self.trained, self.fixed = _names(module, job.loss, task)
+        inputs_target = sample(task.train, PROBE_EXAMPLES)
+        leaves, self._structure = tree_flatten(inputs_target)
+        self._loss = job.loss
+        stacked = len(self.trained) + len(self.fixed)
+        self.train = self._capture(self._step, task.train, stacked)
+        self.evaluate = self._capture(self._evaluate, task.validation, stacked)
+        self.mixable = not self.train.random and self._is_mean(leaves)
+
+    def tensors(self, module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+        """The module's tensors in the order of `trained` and `fixed`."""
+        named = dict([*module.named_parameters(), *module.named_buffers()])
+        return [named[n].detach() for n in self.trained], [named[n].detach() for n in self.fixed]
+
+    def check(self, modules: Sequence[nn.Module], losses: Sequence[Loss], seeds: Sequence[int]) -> None:
+        """Compare each lane with its own network, on a few examples: loss, gradient, buffers, evaluation.
+
+        Raises `CannotStack` on any difference that is not rounding. The modules are left as they were.
+        """
+        leaves = tree_leaves(sample(self._task.train, PROBE_EXAMPLES))
+        lists = [self.tensors(module) for module in modules]
+        trained = [torch.stack(tensors) for tensors in zip(*(t for t, _ in lists), strict=True)]
+        fixed = [torch.stack(tensors) for tensors in zip(*(f for _, f in lists), strict=True)]
+        before = [tensor.clone() for tensor in fixed]
+        torch.manual_seed(seeds[0])
+        *gradients, losses_K = self.train.run(*trained, *fixed, *leaves)
+        measured_KM = self.evaluate.run(*trained, *fixed, *leaves)[0]
+        for lane, (module, loss) in enumerate(zip(modules, losses, strict=True)):
+            torch.manual_seed(seeds[lane])
+            own = _alone(module, loss, tree_unflatten(leaves, self._structure), self.trained, self.fixed)
+            mine = (losses_K[lane], [g[lane] for g in gradients], [f[lane] for f in fixed])
+            _compare(mine, own)
+            for tensor, was in zip(self.tensors(module)[1], before, strict=True):
+                tensor.copy_(was[lane])
+        if not torch.isfinite(measured_KM).all() and torch.isfinite(losses_K).all():
+            raise CannotStack("its evaluation differs in a stack")
+
+    def _capture(self, function: Callable[..., Any], source: Source, stacked: int) -> Captured:
+        tensors = [tensor for part in self.tensors(self._module) for tensor in part]
+
+        def arguments(lanes: int, examples: int) -> list[Tensor]:
+            stacks = [torch.stack([tensor] * lanes) for tensor in tensors]
+            return [*stacks, *tree_leaves(sample(source, examples))]
+
+        try:
+            return capture(function, arguments, stacked)
+        except NotCapturable as why:
+            raise CannotStack(str(why)) from None
+        except Exception as error:
+            text = " ".join(str(error).split())[:200]
+            raise CannotStack(f"vmap cannot do it: {text}") from None
+
+    def _step(self, *arguments: Tensor) -> list[Tensor]:
+        """Gradients by `trained`, and the loss of each lane."""
+        count = len(self.trained)
+        trained = [tensor.detach().requires_grad_() for tensor in arguments[:count]]
+        fixed = list(arguments[count : count + len(self.fixed)])
+        batch = tree_unflatten(list(arguments[count + len(self.fixed) :]), self._structure)
+        self._module.train()
+
+        def loss_of(trained: list[Tensor], fixed: list[Tensor]) -> Tensor:
+            return self._loss(self._call(trained, fixed, batch[0]), batch[1])
+
+        losses_K = self._per_lane(loss_of, trained, fixed)
+        # The sum: a mean over the lanes would divide every gradient by their number.
+        return [*torch.autograd.grad(losses_K.sum(), trained), losses_K.detach()]
+
+    def _evaluate(self, *arguments: Tensor) -> Tensor:
+        """Loss and metrics by lane, KM, means over the examples."""
+        count = len(self.trained)
+        trained, fixed = list(arguments[:count]), list(arguments[count : count + len(self.fixed)])
+        batch = tree_unflatten(list(arguments[count + len(self.fixed) :]), self._structure)
+        self._module.eval()
+        measures = (self._loss, *self._task.metrics.values())
+        kind = widest(self._task.device)
+
+        def measure(trained: list[Tensor], fixed: list[Tensor]) -> Tensor:
+            output = self._call(trained, fixed, batch[0])
+            return torch.stack([torch.as_tensor(m(output, batch[1])).to(kind) for m in measures])
+
+        with torch.no_grad():
+            return self._per_lane(measure, trained, fixed)
+
+    def _per_lane(self, function: Callable[..., Tensor], trained: list[Tensor], fixed: list[Tensor]) -> Tensor:
+        # All lanes have the same seed, so they draw the same random numbers, as each would alone.
+        result: Tensor = vmap(function, in_dims=(0, 0 if fixed else None), randomness="same")(trained, fixed)
+        return result
+
+    def _call(self, trained: list[Tensor], fixed: list[Tensor], inputs: Any) -> Any:
+        named = dict(zip((*self.trained, *self.fixed), (*trained, *fixed), strict=True))
+        if isinstance(inputs, dict):
+            return functional_call(self._module, named, (), inputs)
+        return functional_call(self._module, named, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,))
+
+    def _is_mean(self, leaves: Sequence[Tensor]) -> bool:
+        """Whether the loss of a batch is the mean of its halves'."""
+        trained, fixed = ([torch.stack([t]) for t in part] for part in self.tensors(self._module))
+        half = PROBE_EXAMPLES // 2
+
+        def gradients(batch: Sequence[Tensor]) -> list[Tensor]:
+            return self.train.run(*trained, *[t.clone() for t in fixed], *batch)
+
+        whole = gradients(leaves)
+        halves = [gradients([t[:half] for t in leaves]), gradients([t[half:] for t in leaves])]
+        mean = [(a + b) / 2 for a, b in zip(*halves, strict=True)]
+        return _distance(mean, whole) < TOLERANCE
+
+
+def signature(module: nn.Module, loss_key: Hashable) -> Hashable:
+    """What two networks must share to run the same program: structure, shapes, every setting that is not a tensor."""
+    layers = []
+    for name, layer in module.named_modules(remove_duplicate=False):
+        settings = {k: v for k, v in vars(layer).items() if k not in _NOT_SETTINGS}
+        layers.append((name, type(layer), _frozen(settings)))
+    tensors = [
+        (name, tuple(t.shape), t.dtype, t.requires_grad, t.stride())
+        for name, t in [*module.named_parameters(), *module.named_buffers()]
+    ]
+    return (tuple(layers), tuple(tensors), loss_key)
+
+
+_NOT_SETTINGS = ("_parameters", "_buffers", "_modules")
+
+
+def _frozen(value: Any) -> Hashable:
+    """A setting as something that is equal exactly if the settings are; an unknown object equals only itself."""
+    if value is None or isinstance(value, (bool, int, str, bytes, torch.dtype, torch.device, torch.Size)):
+        return (type(value), value)
+    if isinstance(value, float):
+        return (float, value.hex())
+    if isinstance(value, (list, tuple)):
+        return (type(value), tuple(_frozen(item) for item in value))
+    if isinstance(value, (set, frozenset)):
+        return (type(value), frozenset(_frozen(item) for item in value))
+    if isinstance(value, dict):
+        return (type(value), tuple((_frozen(k), _frozen(v)) for k, v in value.items()))
+    if isinstance(value, types.FunctionType) and value.__closure__ is None and not value.__defaults__:
+        return (types.FunctionType, value.__code__)
+    if isinstance(value, (type, types.BuiltinFunctionType)):
+        return (type(value), id(value))
+    return ("only itself", id(value))
+
+
+def sample(source: Source, count: int) -> Batch:
+    """The first `count` examples of `source`, again from the start where it has fewer."""
+    batch = next(iter(source.batches(min(count, source.size))))
+    leaves, structure = tree_flatten(batch)
+    times = -(-count // len(leaves[0]))
+    inputs, target = tree_unflatten([torch.cat([leaf] * times)[:count] for leaf in leaves], structure)
+    return inputs, target
+
+
+def _names(module: nn.Module, loss: Loss, task: Task) -> tuple[list[str], list[str]]:
+    """Parameters that a training step gives a gradient to, and all other tensors.
+
+    One without a gradient is left alone by SGD, where a gradient of zero would still decay it.
+    """
+    buffers = [name for name, _ in module.named_buffers()]
+    values = {name: t.detach().clone() for name, t in module.named_buffers()}
+    inputs, target = sample(task.train, PROBE_EXAMPLES)
+    module.train()
+    loss(call(module, inputs), target).backward()
+    trained = [name for name, p in module.named_parameters() if p.grad is not None]
+    others = [name for name, p in module.named_parameters() if p.grad is None]
+    for p in module.parameters():
+        p.grad = None
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(values[name])
+    return trained, others + buffers
+
+
+def _alone(
+    module: nn.Module, loss: Loss, batch: Batch, trained: Sequence[str], fixed: Sequence[str]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Loss, gradients and buffers after one step's forward and backward pass of the network itself."""
+    module.train()
+    value = loss(call(module, batch[0]), batch[1])
+    value.backward()
+    parameters = dict(module.named_parameters())
+    named = {**parameters, **dict(module.named_buffers())}
+    if any((parameters[n].grad is None) != (n not in trained) for n in parameters):
+        raise CannotStack("other parameters get a gradient than in the first trial of its kind")
+    gradients = [g for n in trained if (g := parameters[n].grad) is not None]
+    for p in parameters.values():
+        p.grad = None
+    return value.detach(), gradients, [named[n].detach().clone() for n in fixed]
+
+
+def _compare(mine: tuple[Tensor, list[Tensor], list[Tensor]], own: tuple[Tensor, list[Tensor], list[Tensor]]) -> None:
+    for what, a, b in (
+        ("loss", [mine[0]], [own[0]]),
+        ("gradient", mine[1], own[1]),
+        ("buffers", mine[2], own[2]),
+    ):
+        if not _distance(a, b) < TOLERANCE:
+            raise CannotStack(f"its {what} differs in a stack from what it is alone")
+
+
+def _distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """The difference of two lists of tensors, relative to the second, where both are finite, which must be alike."""
+    if not a:
+        return 0.0
+    flat_a, flat_b = (torch.cat([t.reshape(-1).to(torch.float32) for t in tensors]) for tensors in (a, b))
+    if not torch.equal(torch.isfinite(flat_a), torch.isfinite(flat_b)):
+        return float("inf")
+    flat_a, flat_b = (torch.nan_to_num(t, 0.0, 0.0, 0.0) for t in (flat_a, flat_b))
+    return float((flat_a - flat_b).norm() / (flat_b.norm() + 1e-12))
