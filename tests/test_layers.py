@@ -16,14 +16,18 @@ LAYERS = """
     run compare report best dashboard check __main__
     outcome
     workers engines
+    assignment
     search objective figures display prepare
-    study
+    study tell
     study_file samplers progress
     spec storage
     storage_rows storage_transactions owner weights
     results
-    plan
-    stack train
+    measure
+    assemble plan
+    stack
+    program
+    capture train
     data
     device
     clock interrupt storage_url

@@ -17,7 +17,6 @@ from optuna.trial import TrialState
 
 from tests.study_files import (
     SLOW,
-    end_group,
     finish,
     params_of,
     run,
@@ -153,10 +152,10 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
             class Deaf(nn.Linear):
                 def forward(self, x):
                     if os.path.exists("tuner.db"):
-                        open("deaf", "w").close()
                         end = time.monotonic() + 120
                         while time.monotonic() < end:
                             try:
+                                open("deaf", "w").close()
                                 time.sleep(1)
                             except BaseException:
                                 open("first", "w").close()
@@ -246,17 +245,3 @@ def test_the_default_study_is_tuned_by_one_worker_the_same_way_twice(tmp_path: P
     assert [t.intermediate_values for t in first] == [t.intermediate_values for t in second]
     assert [t.values for t in first] == [t.values for t in second]
     assert optuna.trial.TrialState.RUNNING not in {t.state for t in first}
-
-
-def test_a_command_that_is_killed_leaves_no_worker_behind(tmp_path: Path) -> None:
-    """kill -9 on the parent of two workers: they end their trials and go."""
-    storage = slow(tmp_path)
-    process = start("--study", "tiny.py", "--workers", "2", cwd=tmp_path)
-    try:
-        wait_for(lambda: len(running(storage)) == 2, process)
-        process.kill()
-        process.wait()
-        wait_until_gone(process.pid)
-    finally:
-        end_group(process)
-    assert states(storage) == ["FAIL", "FAIL"]

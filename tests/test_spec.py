@@ -228,7 +228,10 @@ WRONG_SPACES: dict[str, tuple[Any, str]] = {
         lambda trial: {"lr": 1, "batch_size": 4, "schedule": "linear"},
         "schedule must be one of constant, cosine, step, one-cycle; found 'linear'",
     ),
-    "wrong range": (lambda trial: {"lr": trial.suggest_float("lr", 2, 1), "batch_size": 4}, "space() raised ValueError"),
+    "wrong range": (
+        lambda trial: {"lr": trial.suggest_float("lr", 2, 1), "batch_size": 4},
+        "space() raised ValueError",
+    ),
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import psycopg
 import pytest
 from optuna.trial import TrialState
 from storage_helpers import (
+    STUDY,
     Crew,
     claim_all,
     finish_each,
@@ -318,3 +321,19 @@ def test_the_trials_of_a_dead_worker_are_failed_with_the_reason(storage: Storage
         storage.record(trials[0]._trial_id, attributes={"late": True}, state=TrialState.COMPLETE, values=[1.0])
     assert "late" not in study.trials[0].user_attrs
     assert mine.number == 3
+
+
+def test_opening_a_storage_again_keeps_the_locks_of_its_process(tmp_path: Path) -> None:
+    """A second opening in one process does not let others remove the write-ahead log that the first one writes to."""
+    url = resolve_url(None, {}, tmp_path)
+    first = open_storage(url)
+    study = study_in(first)
+    study.ask()
+    second = open_storage(url)
+    code = f"import optuna; optuna.load_study(study_name={STUDY!r}, storage={url!r}).trials"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    study.ask()
+    first.close()
+    second.close()
+    with closing(sqlite3.connect(tmp_path / "tuner.db")) as connection:
+        assert connection.execute("SELECT count(*) FROM trials").fetchone() == (2,)

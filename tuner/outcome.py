@@ -13,13 +13,13 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
+from tuner.assignment import Assignment
 from tuner.clock import Stopwatch
 from tuner.prepare import Prepared
 from tuner.progress import clean, duration, listed, readable
 from tuner.results import Event, Finished, Spent, summarize
 from tuner.storage import masked, sqlite_path
 from tuner.study import OpenedStudy, target_of
-from tuner.workers import Assignment
 
 PARTS = {
     "start": "imports, study file, device",
@@ -112,7 +112,9 @@ def measure(ready: Prepared, run: Assignment, opened: OpenedStudy, ledger: Ledge
     states = Counter({"complete": 0, "pruned": 0, "failed": 0})
     for event in ledger.ended:
         states["failed" if event.state == TrialState.FAIL else event.state.name.lower()] += 1
-    ledger.watch.lap("display")
+    last = ledger.watch.lap("display")
+    if ready.plan.workers == 1:  # the watch of the only worker is this one, and goes on after its search
+        ledger.parts["display"] = ledger.parts.get("display", 0.0) + last
     seconds, added = ledger.watch.total, len(ledger.ended)
     return Outcome(
         study=run.study_name,

@@ -8,20 +8,67 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tuner.clock import Stopwatch
 from tuner.errors import Interrupted, TunerError, UsageError
 
 if TYPE_CHECKING:
+    from tuner.assignment import Assignment, CountedBudget
     from tuner.interrupt import Interrupt
     from tuner.outcome import Ledger, Outcome
     from tuner.prepare import Prepared
     from tuner.results import Event
     from tuner.study import OpenedStudy
-    from tuner.workers import Assignment, CountedBudget
 
 DEFAULT_TRIALS = 50
+
+FLAGS: dict[str, dict[str, dict[str, Any]]] = {
+    "what is tuned": {
+        "--study": {
+            "default": "digits_mlp",
+            "help": "a name (see --list-studies), a path to a file, or module:attribute (default: digits_mlp)",
+        },
+        "--list-studies": {"action": "store_true", "help": "the studies that come along, then stop"},
+        "--study-name": {"help": "its name in the storage (default: the study file's)"},
+        "--objectives": {
+            "nargs": "+",
+            "metavar": "NAME",
+            "help": "one or more of: loss, a metric, wall_time, device_seconds; NAME:maximize or NAME:minimize"
+            " (default: the study file's)",
+        },
+    },
+    "where": {
+        "--storage": {"help": "a SQLite file or a database URL (default: OPTUNA_STORAGE, else tuner.db here)"},
+        "--device": {"default": "auto", "help": "auto, cpu, cuda, cuda:1, mps or xpu (default: auto)"},
+        "--threads": {"type": int, "help": "CPU threads of each worker (default: by the size of a step)"},
+        "--workers": {"type": int, "default": 1, "help": "processes that train at the same time (default: 1)"},
+        "--lanes": {
+            "default": "auto",
+            "help": "trials that a worker trains together: auto, or a number (default: auto, measured)",
+        },
+        "--weights": {"metavar": "DIR", "help": "where the best trial's weights are kept (default: by the storage)"},
+    },
+    "how much": {
+        "--n-trials": {"type": int, "help": f"add this many trials (default: {DEFAULT_TRIALS})"},
+        "--total-trials": {
+            "type": int,
+            "help": "stop when the study holds this many complete or pruned trials, however many commands share it",
+        },
+        "--timeout": {"type": float, "metavar": "SECONDS", "help": "start no trial after this time"},
+    },
+    "how the search goes": {
+        "--sampler": {"default": "tpe", "help": "tpe, gp, cmaes, random, qmc, grid or nsgaii (default: tpe)"},
+        "--pruner": {"help": "none, median, halving, hyperband, patient or threshold (default: median)"},
+        "--threshold": {"type": float, "help": "the value that --pruner threshold lets no trial be worse than"},
+        "--seed": {"type": int, "help": "the sampler's: one worker repeats a new study's trials with it"},
+        "--enqueue": {"type": Path, "metavar": "FILE", "help": "start from the points of a JSON file"},
+    },
+    "what is printed": {
+        "--json": {"action": "store_true", "help": "print the result as one JSON document"},
+        "--debug": {"action": "store_true", "help": "show tracebacks"},
+    },
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,50 +95,10 @@ def parser() -> argparse.ArgumentParser:
         epilog="Results go to stdout, progress and messages to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage,"
         " 3 no trial completed, 130 interrupted, 143 terminated.",
     )
-    what = p.add_argument_group("what is tuned")
-    what.add_argument(
-        "--study", default="digits_mlp", help="a name (--list-studies), a path to a file, or module:attribute"
-    )
-    what.add_argument("--list-studies", action="store_true", help="the studies that come along, then stop")
-    what.add_argument("--study-name", help="its name in the storage (default: the study file's)")
-    what.add_argument(
-        "--objectives",
-        nargs="+",
-        metavar="NAME",
-        help="one or more of: loss, a metric, wall_time,"
-        " device_seconds; NAME:maximize or NAME:minimize (default: the study file's)",
-    )
-    where = p.add_argument_group("where")
-    where.add_argument(
-        "--storage", help="a SQLite file or a database URL (default: OPTUNA_STORAGE, else tuner.db here)"
-    )
-    where.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps or xpu (default: auto)")
-    where.add_argument("--threads", type=int, help="CPU threads of each worker (default: by the size of a step)")
-    where.add_argument("--workers", type=int, default=1, help="processes that train at the same time (default: 1)")
-    where.add_argument(
-        "--weights", metavar="DIR", help="where the best trial's weights are kept (default: by the storage)"
-    )
-    where.add_argument(
-        "--lanes",
-        default="auto",
-        help="trials that a worker trains together: auto, or a number (default: auto, measured)",
-    )
-    much = p.add_argument_group("how much")
-    much.add_argument("--n-trials", type=int, help=f"add this many trials (default: {DEFAULT_TRIALS})")
-    much.add_argument(
-        "--total-trials",
-        type=int,
-        help="stop when the study holds this many complete or pruned trials, however many commands share it",
-    )
-    much.add_argument("--timeout", type=float, metavar="SECONDS", help="start no trial after this time")
-    how = p.add_argument_group("how the search goes")
-    how.add_argument("--sampler", default="tpe", help="tpe, gp, cmaes, random, qmc, grid or nsgaii (default: tpe)")
-    how.add_argument("--pruner", help="none, median, halving, hyperband, patient or threshold (default: median)")
-    how.add_argument("--threshold", type=float, help="the value that --pruner threshold lets no trial be worse than")
-    how.add_argument("--seed", type=int, help="the sampler's: one worker repeats a new study's trials with it")
-    how.add_argument("--enqueue", type=Path, metavar="FILE", help="start from the points of a JSON file")
-    p.add_argument("--json", action="store_true", help="print the result as one JSON document")
-    p.add_argument("--debug", action="store_true", help="show tracebacks")
+    for title, flags in FLAGS.items():
+        group = p.add_argument_group(title)
+        for flag, settings in flags.items():
+            group.add_argument(flag, **settings)
     return p
 
 
@@ -174,8 +181,8 @@ def tune(args: argparse.Namespace, watch: Stopwatch) -> int:
 
 def open_run(args: argparse.Namespace, ready: Prepared) -> tuple[OpenedStudy, Assignment, CountedBudget]:
     """Open the storage and the study, queue what is to be queued, and say who does what."""
+    from tuner.assignment import Assignment, CountedBudget
     from tuner.prepare import open_prepared, weights_folder
-    from tuner.workers import Assignment, CountedBudget
 
     weights = weights_folder(ready.url, args.weights)
     opened = open_prepared(ready, args.study_name, args.enqueue, grid=args.sampler == "grid")
@@ -220,7 +227,8 @@ def search(
     interrupt: Interrupt,
 ) -> Iterator[Event]:
     """The events of one worker in this process, or of several in their own."""
-    from tuner.workers import make_search, run_workers
+    from tuner.assignment import make_search
+    from tuner.workers import run_workers
 
     if args.workers > 1:
         return run_workers(assignment, args.workers, budget, interrupt)

@@ -33,7 +33,6 @@ _NETWORK_FILE_SYSTEMS = (
     *("smb3", "smbfs", "vboxsf", "wekafs"),
 )
 _NETWORK_FUSE = ("sshfs", "gluster", "ceph", "moosefs", "mfs", "lizardfs", "s3", "gcs", "rclone", "goofys", "juicefs")
-_SQLITE_HEADER = b"SQLite format 3\0"
 _ANSWER = "give the path of a local file, or a PostgreSQL URL (postgresql://USER@HOST/DATABASE)"
 _STUDY_TABLES = frozenset({"studies", "trials", "version_info"})
 _OPTUNA_TABLE = re.compile(r"(alembic_version|version_info|studies|trials|(study|trial)_[a-z_]+)$")
@@ -251,21 +250,18 @@ def check_file(path: Path, *, create: bool) -> None:
 
 
 def _check_content(path: Path) -> None:
-    try:
-        with path.open("r+b") as file:  # to write as well, which only SQLite will do
-            header = file.read(len(_SQLITE_HEADER))
-    except OSError as error:
-        raise StorageError(f"wanted to read and write {path}, found: {error.strerror}; {_ANSWER}") from None
-    if not header:
-        return  # an empty file is an empty database
-    if header != _SQLITE_HEADER:
-        raise StorageError(f"wanted a SQLite database, found another kind of file at {path}; {_ANSWER}")
+    # Only SQLite may open the file: closing it in any other way drops the locks that this process holds on it, and then
+    # others remove a write-ahead log that is in use (https://www.sqlite.org/howtocorrupt.html, 2.2).
+    if not os.access(path, os.R_OK | os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise StorageError(f"wanted to read and write {path}, found no permission; {_ANSWER}")
     try:
         with closing(sqlite3.connect(path, timeout=BUSY_SECONDS)) as connection:
             tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             if tables >= _STUDY_TABLES:
                 connection.execute("SELECT max(study_id), max(trial_id) FROM trials").fetchone()
     except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_NOTADB:
+            raise StorageError(f"wanted a SQLite database, found another kind of file at {path}; {_ANSWER}") from None
         raise StorageError(f"wanted a SQLite database, found a damaged one at {path} ({error}); {_ANSWER}") from None
     # A creation that was interrupted leaves some of Optuna's tables and no others: it is completed.
     if not tables >= _STUDY_TABLES and not all(_OPTUNA_TABLE.match(name) for name in tables):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
-import random
 import signal
 import sys
 import threading
@@ -19,114 +18,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import optuna
 import torch
 
 from tuner import device as devices
-from tuner.assemble import Assembler
+from tuner.assignment import Assignment, make_search
 from tuner.clock import Stopwatch
-from tuner.data import Data, prepare
+from tuner.data import prepare
 from tuner.errors import Interrupted, TunerError
 from tuner.interrupt import Interrupt
-from tuner.owner import this_process
-from tuner.results import Event, Finished, Notice, Spent, Target
-from tuner.samplers import pruner, sampler
-from tuner.search import Budget, Search
-from tuner.spec import LoadedSpec, one_line
+from tuner.results import Event, Finished, Notice, Spent
+from tuner.search import Budget
+from tuner.spec import one_line
 from tuner.storage import open_storage
 from tuner.study_file import load_spec
-from tuner.tell import Teller
-from tuner.weights import WeightsFolder
 
 GOODBYE_SECONDS = 4.0
 """How long a worker that was told to stop may take to end its trial, before it is killed."""
 
 DEATHS_IN_A_ROW = 3
 """So many workers that die without having finished a trial end the run."""
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """What each worker of a command does; it can be sent to another process."""
-
-    source: str
-    url: str
-    study_name: str
-    target: Target
-    device: str
-    threads: int
-    lanes: int
-    sampler: str
-    pruner: str
-    threshold: float | None
-    seed: int | None
-    run: int
-    total_limit: int | None
-    weights: str | None
-
-    def sampler_seed(self, worker: int) -> int | None:
-        """A seed of its own for each worker of each run on a study: equal ones would repeat the same samples."""
-        if self.seed is None:
-            return None
-        if self.run == worker == 0:
-            return self.seed
-        return random.Random(f"{self.seed}/{self.run}/{worker}").getrandbits(31)
-
-
-@dataclass
-class CountedBudget:
-    """A number of trials (None: any), until a moment of the monotonic clock (None: for ever)."""
-
-    trials: int | None
-    deadline: float | None
-
-    @classmethod
-    def until(cls, trials: int | None, seconds: float | None) -> CountedBudget:
-        """A budget that ends in `seconds` from now, if it is not spent before."""
-        return cls(trials, None if seconds is None else time.monotonic() + seconds)
-
-    def take(self) -> bool:
-        if self.deadline is not None and time.monotonic() >= self.deadline:
-            return False
-        if self.trials is None:
-            return True
-        self.trials -= 1
-        return self.trials >= 0
-
-    def give_back(self) -> None:
-        if self.trials is not None:
-            self.trials = max(self.trials, 0) + 1
-
-
-def make_search(
-    assignment: Assignment,
-    loaded: LoadedSpec,
-    data: Data,
-    device: torch.device,
-    budget: Budget,
-    watch: Stopwatch,
-    interrupt: Interrupt,
-    worker: int = 0,
-) -> Search:
-    """The search of one worker, in the process that is going to run it."""
-    storage = open_storage(assignment.url, create=False)
-    storage.owner = this_process()
-    storage.total_limit = assignment.total_limit
-    storage.queued_only = assignment.sampler == "grid"
-    spec, target = loaded.spec, assignment.target
-    study = optuna.load_study(
-        study_name=assignment.study_name,
-        storage=storage,
-        sampler=sampler(assignment.sampler, assignment.sampler_seed(worker)),
-        pruner=pruner(assignment.pruner, spec.epochs, assignment.threshold, target.maximize[0]),
-    )
-    task = spec.task(data, device)
-    weights = None if assignment.weights is None else WeightsFolder(Path(assignment.weights), assignment.study_name)
-    teller = Teller(study, storage, spec, task, watch, storage.owner, weights)
-    return Search(study, teller, Assembler(task), target, budget, interrupt, assignment.lanes)
 
 
 def run_workers(assignment: Assignment, count: int, budget: Budget, interrupt: Interrupt) -> Iterator[Event]:
