@@ -20,8 +20,8 @@ def digits() -> Splits:
     images, classes = load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     y = torch.tensor(classes)
-    rest, test = train_test_split(range(len(y)), test_size=0.2, stratify=classes, random_state=0)
-    train, validation = train_test_split(rest, test_size=0.25, stratify=classes[rest], random_state=0)
+    train, rest = train_test_split(range(len(y)), train_size=0.6, stratify=y, random_state=0)
+    validation, test = train_test_split(rest, train_size=0.5, stratify=y[rest], random_state=0)
     return Splits((x[train], y[train]), (x[validation], y[validation]), (x[test], y[test]))
 
 

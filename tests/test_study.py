@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -96,6 +98,24 @@ def test_the_same_spec_resumes_its_study(storage: Storage) -> None:
     assert second.summary.complete == 2
     assert second.summary.best is not None
     assert second.summary.best.values == [0.25]
+
+
+def test_opening_a_storage_again_keeps_the_locks_of_the_first(storage: Storage, path: Path) -> None:
+    """Where a process closes a file itself it loses its locks (POSIX): others then took the write-ahead log away."""
+    found = opened(storage)
+    again = open_storage(storage.given_url, create=False)
+    script = f"""
+import contextlib, sqlite3
+with contextlib.closing(sqlite3.connect({str(path)!r})) as connection:
+    connection.execute("SELECT count(*) FROM trials").fetchone()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    assert path.with_name(f"{path.name}-wal").exists()
+    add_trial(found.study)
+    again.close()
+    storage.close()
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT count(*) FROM trials").fetchone() == (1,)
 
 
 def test_each_opening_is_counted(storage: Storage) -> None:

@@ -16,7 +16,6 @@ from tests.study_files import (
     SLOW,
     end_group,
     finish,
-    group,
     params_of,
     run,
     running,
@@ -27,9 +26,9 @@ from tests.study_files import (
     wait_for,
     wait_until_gone,
 )
+from tuner.assignment import Assignment, CountedBudget
 from tuner.results import Target
 from tuner.samplers import grid_cells
-from tuner.workers import Assignment, CountedBudget
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -187,15 +186,23 @@ def test_ctrl_c_ends_all_workers_and_their_trials(tmp_path: Path) -> None:
 def test_ctrl_c_while_workers_start_ends_quietly(tmp_path: Path) -> None:
     """A worker that is still importing when the signal comes prints no traceback, and starts no trial."""
     study_file(tmp_path, spec='name="tiny", epochs=1')
-    process = start("--study", "tiny.py", "--workers", "3", cwd=tmp_path)
-    wait_for(lambda: len(group(process.pid)) >= 5, process)  # the parent, a tracker of resources, and the workers
-    time.sleep(0.3)
+    # Python reads this at its start: a spawned worker says that it has begun, and takes its time.
+    (tmp_path / "sitecustomize.py").write_text("""
+import os, sys, time
+if "--multiprocessing-fork" in sys.orig_argv:
+    open(f"started-{os.getpid()}", "w").close()
+    time.sleep(2)
+""")
+    environ = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}
+    process = start("--study", "tiny.py", "--workers", "3", cwd=tmp_path, environ=environ)
+    wait_for(lambda: len(list(tmp_path.glob("started-*"))) == 3, process)
     os.killpg(process.pid, signal.SIGINT)
     done = finish(process)
     assert done.returncode == 130, done.stderr
+    assert "KeyboardInterrupt" not in done.stderr
     assert "Traceback" not in done.stderr
     wait_until_gone(process.pid)
-    assert "RUNNING" not in states(tmp_path / "tuner.db")
+    assert states(tmp_path / "tuner.db") == []
 
 
 def test_a_command_that_is_killed_leaves_no_worker_behind(tmp_path: Path) -> None:
@@ -210,7 +217,10 @@ def test_a_command_that_is_killed_leaves_no_worker_behind(tmp_path: Path) -> Non
         wait_until_gone(process.pid)
     finally:
         end_group(process)
-    assert set(states(storage)) == {"FAIL"}
+    found = trials(storage)
+    assert {t.state for t in found} == {TrialState.FAIL}
+    ends = {t.user_attrs["reason"] for t in found}
+    assert ends <= {"interrupted: signal 15", "interrupted: nobody waits for it any more"}
 
 
 def test_workers_that_die_at_once_end_the_run(tmp_path: Path) -> None:

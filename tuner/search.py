@@ -78,6 +78,8 @@ class Search:
             yield from self._loop()
         except BaseException as error:
             why = str(error) if isinstance(error, Interrupted) else one_line(error)
+            if isinstance(error, GeneratorExit):
+                why = "nobody waits for it any more"
             lanes = list(self._lanes.values())
             ended = [self._end(lane, TrialState.FAIL, (), f"interrupted: {why}") for lane in lanes]
             if not isinstance(error, GeneratorExit):

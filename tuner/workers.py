@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -83,7 +84,14 @@ class _Team:
         ours, theirs = self._context.Pipe()
         arguments = (self._assignment, index, theirs)
         process = self._context.Process(target=work, args=arguments, name=f"tuner-worker-{index}")
-        process.start()
+        # A terminal's Ctrl-C goes to all processes: one that is still importing would die of it with a traceback. The
+        # tracker comes first, since starting it lets the signal through again.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._workers.append(_Worker(index, process, ours))
 
