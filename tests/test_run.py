@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import optuna
 import pytest
 from optuna.trial import TrialState
 
@@ -28,6 +27,7 @@ from tests.study_files import (
     wait_for,
     wait_until_gone,
 )
+from tuner.run import main
 
 INSTANT = 'name="tiny", epochs=1'
 
@@ -189,7 +189,9 @@ def test_an_interrupt_before_the_first_trial_leaves_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.timeout(200)
-def test_a_run_continues_what_plain_optuna_began_and_plain_optuna_goes_on(tmp_path: Path) -> None:
+def test_a_run_continues_what_plain_optuna_began_and_plain_optuna_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Plain script, `tuner.run`, plain script: one study, numbers without gap."""
     study_file(tmp_path)
     script = """
@@ -204,8 +206,9 @@ study.optimize(objective, n_trials=3)
         if step == "plain":
             done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
         else:
-            done = run("--study", "tiny.py", "--n-trials", "3", cwd=tmp_path)
-            assert "resumed, 3 complete" in done.stderr
+            assert main(["--study", "tiny.py", "--n-trials", "3"]) == 0
+            assert "resumed, 3 complete" in capsys.readouterr().err
+            continue
         assert done.returncode == 0, done.stderr
     found = trials(tmp_path / "tuner.db")
     assert [t.number for t in found] == list(range(9))
@@ -231,17 +234,3 @@ def test_bad_input_is_one_line_of_a_real_process(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: --device cuda:77")
     assert done.stderr.count("\n") == 1
     assert [p for p in sorted(tmp_path.iterdir()) if p.name != "__pycache__"] == before
-
-
-@pytest.mark.timeout(200)
-def test_the_default_study_is_tuned_by_one_worker_the_same_way_twice(tmp_path: Path) -> None:
-    """`--seed`: a new study, one worker: hyperparameters and losses are bit-equal, in two processes."""
-    for name in ("a", "b"):
-        more = ("--seed", "3", "--threads", "1", "--storage", f"{name}.db")
-        done = run("--n-trials", "3", *more, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-    first, second = (trials(tmp_path / f"{name}.db", "digits-mlp") for name in ("a", "b"))
-    assert params_of(first) == params_of(second)
-    assert [t.intermediate_values for t in first] == [t.intermediate_values for t in second]
-    assert [t.values for t in first] == [t.values for t in second]
-    assert optuna.trial.TrialState.RUNNING not in {t.state for t in first}

@@ -663,3 +663,14 @@ def test_the_studies_that_come_along_are_listed(capsys: pytest.CaptureFixture[st
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split()[0] == "digits_mlp" and "Tune a multilayer perceptron" in line for line in lines)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_default_study_is_tuned_the_same_way_twice(tmp_path: Path) -> None:
+    """`--seed`, a new study, one worker, one thread: hyperparameters, learning curves and values are bit-equal."""
+    for name in ("a", "b"):
+        assert main(["--n-trials", "3", "--seed", "3", "--threads", "1", "--storage", f"{name}.db"]) == 0
+    first, second = (trials(tmp_path / f"{name}.db", "digits-mlp") for name in ("a", "b"))
+    assert len(first) == 3
+    assert params_of(first) == params_of(second)
+    assert [t.intermediate_values for t in first] == [t.intermediate_values for t in second]
+    assert [t.values for t in first] == [t.values for t in second]

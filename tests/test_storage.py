@@ -280,7 +280,7 @@ def test_a_file_that_cannot_be_written_is_refused(nobodys_directory: Path, reque
     (nobodys_directory / "study.db").chmod(0o444)
     nobodys_directory.chmod(0o777)
     request.getfixturevalue("nobody")
-    assert "Permission denied" in refusal_of("study.db", nobodys_directory)
+    assert "no permission" in refusal_of("study.db", nobodys_directory)
 
 
 def test_an_empty_file_and_an_interrupted_creation_are_completed(tmp_path: Path) -> None:

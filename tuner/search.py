@@ -21,7 +21,7 @@ from tuner.interrupt import Interrupt
 from tuner.owner import is_gone
 from tuner.results import WORKER, EpochDone, Event, Finished, Notice, Record, Spent, Started, Target
 from tuner.spec import one_line
-from tuner.tell import Failure, Lane, Teller
+from tuner.tell import Ending, Failure, Lane, Teller, Trained
 from tuner.train import EpochResult, Job, Trainer
 
 REFILL_SHARE = 0.25
@@ -81,7 +81,7 @@ class Search:
             if isinstance(error, GeneratorExit):
                 why = "nobody waits for it any more"
             lanes = list(self._lanes.values())
-            ended = [self._end(lane, TrialState.FAIL, (), f"interrupted: {why}") for lane in lanes]
+            ended = self._end(lanes, f"interrupted: {why}")
             if not isinstance(error, GeneratorExit):
                 yield from ended
                 yield Spent(self.teller.worker, dict(self._watch.totals), self._finished)
@@ -105,8 +105,7 @@ class Search:
                 waited = True
                 time.sleep(POLL_SECONDS)
                 self._watch.lap("wait")
-            for trainer in list(self._trainers):
-                yield from self._round(trainer)
+            yield from self._round()
 
     def _fill(self) -> Iterator[Event]:
         """Give each free lane a trial, while the budget lasts."""
@@ -165,41 +164,44 @@ class Search:
         for number, error in made.errors.items():
             yield from self._fail([self._lanes[number]], Failure.of(error))
 
-    def _round(self, trainer: Trainer) -> Iterator[Event]:
-        """Train the lanes of one trainer for an epoch, and decide which of them go on."""
-        lanes = [self._lanes[number] for number in trainer.numbers]
-        failure = None
-        results: Sequence[EpochResult] = ()
-        try:
-            with self.interrupt.interruptible():
-                results = trainer.epoch(self._watch)
-        except Exception as error:
-            failure = Failure.of(error)
-        if failure is not None:
-            # Outside the except block, whose traceback keeps the tensors of the failed epoch alive.
-            self._trainers.remove(trainer)
-            del trainer
-            yield from self._after_failure(lanes, failure)
-            return
-        gone = []
-        for result in results:
-            lane, stored = self._lanes[result.number], self._storage.seconds
-            if result.epoch < lane.record.epochs:  # Repeated by a smaller stack than the one that failed.
+    def _round(self) -> Iterator[Event]:
+        """Train all lanes for an epoch, and decide which of them go on."""
+        trained: list[Trained] = []
+        for trainer in list(self._trainers):
+            results = self._train(trainer)
+            if isinstance(results, Failure):
+                lanes = [self._lanes[number] for number in trainer.numbers]
+                del trainer
+                yield from self._after_failure(lanes, results)
                 continue
-            event = self.teller.decide(lane, result, trainer, len(results))
-            self._lap("pruner", stored)
+            # Those that a trial has done already are repeated by a smaller stack than the one that failed.
+            new = [r for r in results if r.epoch >= self._lanes[r.number].record.epochs]
+            trained += [Trained(self._lanes[r.number], r, trainer, len(results)) for r in new]
+        stored = self._storage.seconds
+        events = self.teller.take(trained)
+        self._lap("pruner", stored)
+        for epoch, event in zip(trained, events, strict=True):
+            number = epoch.result.number
             if event is not None:
-                gone.append(result.number)
-                self._count(lane, event)
+                self._count(epoch.lane, event)
                 yield event
             else:
-                value = result.validation[lane.record.measure]
-                yield EpochDone(result.number, result.epoch, self._task.epochs, value)
-            self._watch.lap("display")
-        if gone:
-            trainer.leave(gone)
-        if not trainer.numbers:
-            self._trainers.remove(trainer)
+                value = epoch.result.validation[epoch.lane.record.measure]
+                yield EpochDone(number, epoch.result.epoch, self._task.epochs, value)
+        for trainer in {id(epoch.trainer): epoch.trainer for epoch in trained}.values():
+            trainer.leave([number for number in trainer.numbers if number not in self._lanes])
+        self._trainers = [trainer for trainer in self._trainers if trainer.numbers]
+        self._watch.lap("display")
+
+    def _train(self, trainer: Trainer) -> Sequence[EpochResult] | Failure:
+        """An epoch of one trainer; one that raises is gone."""
+        try:
+            with self.interrupt.interruptible():
+                return trainer.epoch(self._watch)
+        except Exception as error:
+            failure = Failure.of(error)
+        self._trainers.remove(trainer)
+        return failure
 
     def _after_failure(self, lanes: Sequence[Lane], failure: Failure) -> Iterator[Event]:
         """A stack that failed is tried again as two of half its width; a lone trial has failed."""
@@ -215,10 +217,12 @@ class Search:
             jobs = [self._spec.job(lane.trial.number, lane.hyperparameters) for lane in part]
             yield from self._assemble(part, jobs)
 
-    def _end(self, lane: Lane, state: TrialState, values: tuple[float, ...], reason: str) -> Event:
-        event = self.teller.end(lane, state, values, reason)
-        self._count(lane, event)
-        return event
+    def _end(self, lanes: Sequence[Lane], reason: str) -> list[Finished | Notice]:
+        """End trials as failed."""
+        events = self.teller.end([Ending(lane, TrialState.FAIL, reason) for lane in lanes])
+        for lane, event in zip(lanes, events, strict=True):
+            self._count(lane, event)
+        return events
 
     def _count(self, lane: Lane, event: Event) -> None:
         del self._lanes[lane.trial.number]
@@ -228,8 +232,7 @@ class Search:
 
     def _fail(self, lanes: Sequence[Lane], failure: Failure) -> Iterator[Event]:
         """End trials whose training raised; the run goes on unless that is pointless."""
-        for lane in lanes:
-            yield self._end(lane, TrialState.FAIL, (), failure.reason)
+        yield from self._end(lanes, failure.reason)
         self._watch.lap("storage")
         if failure.device_lost:
             raise DeviceError(f"{self._task.device} is lost to this process ({failure.reason}); start again to resume")

@@ -10,25 +10,24 @@ Optuna's storage is used as it is; each of its methods is one transaction, which
 from __future__ import annotations
 
 import copy
-import json
 import os
 import sqlite3
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import optuna
-from optuna.exceptions import StorageInternalError
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.storages import RDBStorage
 from optuna.storages._rdb.storage import _create_scoped_session
 from optuna.trial import FrozenTrial, TrialState
 
 from tuner.errors import BudgetSpentError, StorageError
 from tuner.results import REASON
-from tuner.storage_rows import WORKER, attribute_rows, counts, end, put, report_rows, value_rows
+from tuner.storage_rows import WORKER, Write, attribute_rows, counts, put, running_of, write_all
 from tuner.storage_transactions import cause_of, postgres_sessions, prepare_sqlite, reads, writes
 from tuner.storage_url import (
     BUSY_SECONDS,
@@ -108,6 +107,7 @@ class Storage(RDBStorage):
     `total_limit`: if not None, no trial is started here once its study holds as many complete, pruned and running
     ones: BudgetSpentError, and nothing is written. Both are part of the transaction that starts the trial.
     `queued_only`: no trial is started here that was not queued before: BudgetSpentError.
+    `reading_paused`: what others have written since is not read for a while, through Optuna's cache.
     `seconds`: how long the calls of this storage have taken; `inside`: whether one is going on.
     """
 
@@ -118,6 +118,7 @@ class Storage(RDBStorage):
         self.owner = ""
         self.total_limit: int | None = None
         self.queued_only = False
+        self.reading_paused = False
         self.seconds = 0.0
         self.inside = False
         # On a server, a connection that died while a trial was trained is replaced before it is used.
@@ -154,7 +155,6 @@ class Storage(RDBStorage):
         self.scoped_session.remove()
         self.engine.dispose()
 
-    @writes
     def record(
         self,
         trial_id: int,
@@ -166,20 +166,21 @@ class Storage(RDBStorage):
     ) -> None:
         """Write all that is new of one running trial in one transaction: all of it is durable on return, or none.
 
-        `attributes` are user attributes (JSON), `reports` intermediate values by step. With a finished `state` the
-        trial ends here, with `values` (one per objective). Raises UpdateFinishedTrialError, and writes nothing, if it
-        was ended before, by whomever; KeyError if it is unknown.
+        The arguments are those of a `Write`. Raises UpdateFinishedTrialError, and writes nothing, if it was ended
+        before, by whomever; KeyError if it is unknown.
         """
-        from optuna.storages._rdb import models
+        write = Write(trial_id, attributes or {}, reports or {}, state, values or ())
+        if self.record_all([write]):
+            raise UpdateFinishedTrialError(f"trial {trial_id} was ended before")
 
+    @writes
+    def record_all(self, new: Sequence[Write]) -> set[int]:
+        """Write what is new of several trials in one transaction: all of it is durable on return.
+
+        Returns the trials that somebody else had ended before; of those nothing is written. KeyError if one is unknown.
+        """
         with _create_scoped_session(self.scoped_session) as session:
-            trial: Any = models.TrialModel.find_or_raise_by_id(trial_id, session, for_update=True)
-            self.check_trial_is_updatable(trial_id, trial.state)
-            put(session, models.TrialUserAttributeModel, trial_id, attribute_rows(attributes or {}))
-            put(session, models.TrialIntermediateValueModel, trial_id, report_rows(reports or {}))
-            put(session, models.TrialValueModel, trial_id, value_rows(values or ()))
-            if state is not None:
-                end(trial, state)
+            return write_all(session, new)
 
     @writes
     def fail_trials_of(self, study_id: int, owner: str, reason: str) -> list[int]:
@@ -187,22 +188,9 @@ class Storage(RDBStorage):
 
         For a worker whose process is gone: one that lives learns it from UpdateFinishedTrialError at its next write.
         """
-        from optuna.storages._rdb import models
-
-        trials, attribute = models.TrialModel, models.TrialUserAttributeModel
         with _create_scoped_session(self.scoped_session) as session:
-            found: list[Any] = (
-                session.query(trials)
-                .join(attribute, attribute.trial_id == trials.trial_id)
-                .filter(trials.study_id == study_id, trials.state == TrialState.RUNNING)
-                .filter(attribute.key == WORKER, attribute.value_json == json.dumps(owner))
-                .order_by(trials.trial_id)
-                .with_for_update(of=trials)
-                .all()
-            )
-            for trial in found:
-                put(session, attribute, trial.trial_id, attribute_rows({REASON: reason}))
-                end(trial, TrialState.FAIL)
+            found = running_of(session, study_id, owner)
+            write_all(session, [Write(t.trial_id, {REASON: reason}, state=TrialState.FAIL) for t in found])
             return [trial.number for trial in found]
 
     @reads
@@ -248,6 +236,18 @@ class Storage(RDBStorage):
             trial.datetime_start = datetime.now()
         return True
 
+    def _get_trials(
+        self,
+        study_id: int,
+        states: Container[TrialState] | None,
+        included_trial_ids: set[int],
+        trial_id_greater_than: int,
+    ) -> list[FrozenTrial]:
+        # What Optuna's cache asks for; without an answer it keeps what it has.
+        if self.reading_paused and (included_trial_ids or trial_id_greater_than > -1):
+            return []
+        return self._read_trials(study_id, states, included_trial_ids, trial_id_greater_than)
+
     def _start(self, session: Session, study_id: int, trial_id: int) -> dict[str, Any]:
         """What belongs to the start of a trial, once its study is locked: the budget, then its attributes."""
         from optuna.storages._rdb import models
@@ -259,7 +259,7 @@ class Storage(RDBStorage):
                     f"wanted to start a trial, found {held} complete, pruned or running of {self.total_limit}"
                 )
         attributes = {WORKER: self.owner} if self.owner else {}
-        put(session, models.TrialUserAttributeModel, trial_id, attribute_rows(attributes))
+        put(session, models.TrialUserAttributeModel, attribute_rows(trial_id, attributes))
         return attributes
 
     create_new_study = writes(RDBStorage.create_new_study)
@@ -283,7 +283,7 @@ class Storage(RDBStorage):
     get_trial_user_attrs = reads(RDBStorage.get_trial_user_attrs)
     get_trial_system_attrs = reads(RDBStorage.get_trial_system_attrs)
     get_trial_id_from_study_id_trial_number = reads(RDBStorage.get_trial_id_from_study_id_trial_number)
-    _get_trials = reads(RDBStorage._get_trials)
+    _read_trials = reads(RDBStorage._get_trials)
     _get_best_trial_id = reads(RDBStorage._get_best_trial_id)
     _get_stale_trial_ids = reads(RDBStorage._get_stale_trial_ids)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -19,42 +20,101 @@ WORKER = "worker"
 _COUNTED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
 
 
-def attribute_rows(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Write:
+    """All that is new of one running trial.
+
+    `attributes` are user attributes (JSON), `reports` intermediate values by step. With a finished `state` the trial
+    ends, with `values` (one per objective).
+    """
+
+    trial_id: int
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    reports: Mapping[int, float] = field(default_factory=dict)
+    state: TrialState | None = None
+    values: Sequence[float] = ()
+
+
+def attribute_rows(trial_id: int, attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Rows of user or system attributes; the values become JSON."""
-    return [{"key": key, "value_json": json.dumps(value)} for key, value in attributes.items()]
+    return [{"trial_id": trial_id, "key": key, "value_json": json.dumps(value)} for key, value in attributes.items()]
 
 
-def report_rows(reports: Mapping[int, float]) -> list[dict[str, Any]]:
+def report_rows(trial_id: int, reports: Mapping[int, float]) -> list[dict[str, Any]]:
     """Rows of intermediate values, by step; inf and nan as Optuna writes them."""
     from optuna.storages._rdb import models
 
     stored = models.TrialIntermediateValueModel.intermediate_value_to_stored_repr
-    columns = ("step", "intermediate_value", "intermediate_value_type")
-    return [dict(zip(columns, (step, *stored(float(value))), strict=True)) for step, value in reports.items()]
+    columns = ("trial_id", "step", "intermediate_value", "intermediate_value_type")
+    rows = [(trial_id, step, *stored(float(value))) for step, value in reports.items()]
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def value_rows(values: Sequence[float]) -> list[dict[str, Any]]:
+def value_rows(trial_id: int, values: Sequence[float]) -> list[dict[str, Any]]:
     """Rows of a trial's values, one per objective; inf as Optuna writes it."""
     from optuna.storages._rdb import models
 
     stored = models.TrialValueModel.value_to_stored_repr
-    columns = ("objective", "value", "value_type")
-    return [dict(zip(columns, (number, *stored(float(value))), strict=True)) for number, value in enumerate(values)]
+    columns = ("trial_id", "objective", "value", "value_type")
+    rows = [(trial_id, number, *stored(float(value))) for number, value in enumerate(values)]
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def put(session: Session, model: Any, trial_id: int, rows: list[dict[str, Any]]) -> None:
-    """Write `rows` of a trial in one statement; a row whose first column is there for this trial is overwritten."""
+def put(session: Session, model: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """Write `rows` (trial_id, a second key, the rest) in one statement; those that are there are overwritten."""
     if not rows:
         return
     from sqlalchemy.dialects import postgresql, sqlite
 
     insert: Any = (sqlite if session.get_bind().dialect.name == "sqlite" else postgresql).insert(model)
-    key, *others = rows[0]
+    trial_id, key, *others = rows[0]
     session.execute(
         insert.on_conflict_do_update(
-            index_elements=["trial_id", key], set_={name: insert.excluded[name] for name in others}
+            index_elements=[trial_id, key], set_={name: insert.excluded[name] for name in others}
         ),
-        [{"trial_id": trial_id, **row} for row in rows],
+        list(rows),
+    )
+
+
+def write_all(session: Session, new: Sequence[Write]) -> set[int]:
+    """Write what is new of several trials, a statement for each table; the trials that had ended before are left."""
+    from optuna.storages._rdb import models
+
+    if not new:
+        return set()
+    ids = [write.trial_id for write in new]
+    query = session.query(models.TrialModel).filter(models.TrialModel.trial_id.in_(ids))
+    rows: list[Any] = query.order_by(models.TrialModel.trial_id).with_for_update().all()
+    trials = {row.trial_id: row for row in rows}
+    for trial_id in ids:
+        if trial_id not in trials:
+            raise KeyError(f"no trial has the trial_id {trial_id}")
+    lost = {trial_id for trial_id, trial in trials.items() if trial.state.is_finished()}
+    kept = [write for write in new if write.trial_id not in lost]
+    attributes = [row for write in kept for row in attribute_rows(write.trial_id, write.attributes)]
+    reports = [row for write in kept for row in report_rows(write.trial_id, write.reports)]
+    values = [row for write in kept for row in value_rows(write.trial_id, write.values)]
+    put(session, models.TrialUserAttributeModel, attributes)
+    put(session, models.TrialIntermediateValueModel, reports)
+    put(session, models.TrialValueModel, values)
+    for write in kept:
+        if write.state is not None:
+            end(trials[write.trial_id], write.state)
+    return lost
+
+
+def running_of(session: Session, study_id: int, owner: str) -> list[Any]:
+    """The rows of the running trials of the worker `owner`, locked."""
+    from optuna.storages._rdb import models
+
+    trials, attribute = models.TrialModel, models.TrialUserAttributeModel
+    return list(
+        session.query(trials)
+        .join(attribute, attribute.trial_id == trials.trial_id)
+        .filter(trials.study_id == study_id, trials.state == TrialState.RUNNING)
+        .filter(attribute.key == WORKER, attribute.value_json == json.dumps(owner))
+        .order_by(trials.trial_id)
+        .with_for_update(of=trials)
     )
 
 

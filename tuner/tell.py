@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import optuna
-from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import TrialState
 
 from tuner import device
@@ -16,6 +15,7 @@ from tuner.errors import TunerError
 from tuner.results import REASON, Event, Finished, Notice, Record, is_better
 from tuner.spec import StudySpec, one_line
 from tuner.storage import Storage
+from tuner.storage_rows import Write
 from tuner.train import EpochResult, Task, Trainer
 from tuner.weights import WeightsFolder
 
@@ -24,6 +24,9 @@ REPORT_SECONDS = 1.0
 
 BEST_SECONDS = 1.0
 """How old the best value of the study may be that says whether a running trial's weights are worth a copy."""
+
+COMPARES_RUNNING = (optuna.pruners.SuccessiveHalvingPruner, optuna.pruners.HyperbandPruner)
+"""Pruners that look at the trials in training, besides those that are complete."""
 
 
 @dataclass
@@ -40,6 +43,31 @@ class Lane:
     unwritten: dict[int, float] = field(default_factory=dict)
     written: float = 0.0
     lanes: int = 1
+
+    @property
+    def id(self) -> int:
+        """The trial's number in the storage, over all studies."""
+        return self.trial._trial_id
+
+
+@dataclass(frozen=True)
+class Trained:
+    """An epoch of one lane, of the `lanes` of its trainer."""
+
+    lane: Lane
+    result: EpochResult
+    trainer: Trainer
+    lanes: int
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a trial ends; a complete one's values follow from its record."""
+
+    lane: Lane
+    state: TrialState
+    reason: str
+    values: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,62 +100,108 @@ class Teller:
     _best: float | None = None
     _best_read: float = float("-inf")
 
-    def decide(self, lane: Lane, result: EpochResult, trainer: Trainer, lanes: int) -> Event | None:
-        """Take in an epoch, and end the trial if it was its last, if it diverged, or if the pruner says so."""
-        record = lane.record
-        lane.lanes = max(lane.lanes, lanes)
-        if record.add(result, lanes) and self._may_win(record):
-            lane.weights = trainer.weights(result.number)
+    def take(self, trained: Sequence[Trained]) -> list[Event | None]:
+        """Take in a round of epochs; gives the event that ended each trial, or None for those that go on.
+
+        All that is reported is one transaction, and all trials that end are another one.
+        """
+        decided: list[Ending | None] = [self._decide(epoch) for epoch in trained]
+        reporting = [i for i, epoch in enumerate(trained) if decided[i] is None and self._is_to_report(epoch.lane)]
+        lost = self.storage.record_all(
+            [Write(trained[i].lane.id, reports=trained[i].lane.unwritten) for i in reporting]
+        )
+        for i in reporting:
+            lane = trained[i].lane
+            # `Trial.should_prune` looks at what the trial itself remembers of its reports, and not into the storage.
+            lane.trial._cached_frozen_trial.intermediate_values.update(lane.unwritten)
+            lane.unwritten.clear()
+        events: list[Event | None] = [self._lost(e.lane) if e.lane.id in lost else None for e in trained]
+        for i in self._pruned([i for i in reporting if events[i] is None], trained):
+            lane, result = trained[i].lane, trained[i].result
+            value = result.validation[lane.record.measure]
+            decided[i] = Ending(lane, TrialState.PRUNED, f"pruned at epoch {result.epoch}", (value,))
+        ending = [i for i, one in enumerate(decided) if one is not None]
+        for i, event in zip(ending, self.end([e for e in decided if e is not None]), strict=True):
+            events[i] = event
+        return events
+
+    def _decide(self, trained: Trained) -> Ending | None:
+        """Take in an epoch; a trial whose last one it was ends, and so does one that has diverged."""
+        lane, record = trained.lane, trained.lane.record
+        lane.lanes = max(lane.lanes, trained.lanes)
+        if record.add(trained.result, trained.lanes) and self._may_win(record):
+            lane.weights = trained.trainer.weights(trained.result.number)
         if record.trouble:
             # Pruned, not failed: a sampler learns from pruned trials, and must not propose this again and again.
-            return self.end(lane, TrialState.PRUNED, (), record.trouble)
+            return Ending(lane, TrialState.PRUNED, record.trouble)
         if len(record.target.names) == 1:  # Optuna keeps no learning curves where there are several objectives.
-            lane.unwritten[result.epoch] = result.validation[record.measure]
-        if record.epochs == self.task.epochs:
-            return self.end(lane, TrialState.COMPLETE, (), "")
-        return self._report(lane, result.validation[record.measure]) if lane.unwritten else None
+            lane.unwritten[trained.result.epoch] = trained.result.validation[record.measure]
+        return Ending(lane, TrialState.COMPLETE, "") if record.epochs == self.task.epochs else None
 
-    def _report(self, lane: Lane, value: float) -> Event | None:
-        """Write the learning curve so far, if someone reads it now, and ask the pruner."""
-        pruner = not isinstance(self.study.pruner, optuna.pruners.NopPruner)
-        if not pruner and self.watch.now() - lane.written < REPORT_SECONDS:
-            return None
-        lane.written = self.watch.now()
+    def _is_to_report(self, lane: Lane) -> bool:
+        """Whether someone reads the learning curve now."""
+        now = self.watch.now()
+        if not lane.unwritten or (not self._prunes and now - lane.written < REPORT_SECONDS):
+            return False
+        lane.written = now
+        return True
+
+    @property
+    def _prunes(self) -> bool:
+        return not isinstance(self.study.pruner, optuna.pruners.NopPruner)
+
+    def _pruned(self, candidates: Sequence[int], trained: Sequence[Trained]) -> list[int]:
+        """Which of the candidates the pruner ends."""
+        if not self._prunes:
+            return []
+        pruned = []
         try:
-            self.storage.record(lane.trial._trial_id, reports=lane.unwritten)
-        except UpdateFinishedTrialError:
-            return self._lose(lane)
-        # `Trial.should_prune` looks at what the trial itself remembers of its reports, and not into the storage.
-        lane.trial._cached_frozen_trial.intermediate_values.update(lane.unwritten)
-        lane.unwritten.clear()
-        if pruner and lane.trial.should_prune():
-            return self.end(lane, TrialState.PRUNED, (value,), f"pruned at epoch {lane.record.epochs - 1}")
-        return None
+            for i in candidates:
+                if trained[i].lane.trial.should_prune():
+                    pruned.append(i)
+                # Only halving looks at running trials: for the others one reading a round is enough.
+                self.storage.reading_paused = not isinstance(self.study.pruner, COMPARES_RUNNING)
+        finally:
+            self.storage.reading_paused = False
+        return pruned
 
-    def end(self, lane: Lane, state: TrialState, values: tuple[float, ...], reason: str) -> Finished | Notice:
-        """End a trial in the storage: all that is known of it and its state, in one transaction."""
-        number, record = lane.trial.number, lane.record
+    def end(self, endings: Sequence[Ending]) -> list[Finished | Notice]:
+        """End trials in the storage: all that is known of them and their states, in one transaction."""
+        writes = [self._last_words(ending) for ending in endings]
+        lost = self.storage.record_all(writes)
+        if self.weights is not None and any("weights" in write.attributes for write in writes):
+            self._keep_best_weights(self.weights)
+        events: list[Finished | Notice] = []
+        for ending, write in zip(endings, writes, strict=True):
+            if write.trial_id in lost:
+                events.append(self._lost(ending.lane))
+                continue
+            trial, record = ending.lane.trial, ending.lane.record
+            values = tuple(write.values) if ending.state == TrialState.COMPLETE else ()
+            seconds = write.attributes["wall_time"]
+            events.append(
+                Finished(
+                    trial.number, ending.state, values, trial.params, seconds, record.epochs, self.worker, ending.reason
+                )
+            )
+        return events
+
+    def _last_words(self, ending: Ending) -> Write:
+        """All that is stored of a trial at its end; the best one's weights are kept before it is told."""
+        lane, record, values = ending.lane, ending.lane.record, ending.values
         attributes = record.attributes(self.watch.now(), device.peak_megabytes(self.task.device))
         attributes |= {"device": device.describe(self.task.device), "lanes": lane.lanes, "seed": self.spec.seed}
-        attributes |= {REASON: reason} if reason else {}
-        if state == TrialState.COMPLETE:
+        attributes |= {REASON: ending.reason} if ending.reason else {}
+        if ending.state == TrialState.COMPLETE:
             values = record.values(attributes)
             if self.weights is not None and lane.weights is not None and self._may_win(record, now=True):
-                attributes["weights"] = str(self.weights.save(number, lane.weights, lane.hyperparameters))
-        try:
-            frozen = lane.trial._cached_frozen_trial
-            self.study.sampler.after_trial(self.study, frozen, state, list(values) or None)
-            self.storage.record(
-                lane.trial._trial_id, attributes=attributes, reports=lane.unwritten, state=state, values=values
-            )
-        except UpdateFinishedTrialError:
-            return self._lose(lane)
-        if "weights" in attributes and self.weights is not None:
-            self._keep_best_weights(self.weights)
-        params, wall = lane.trial.params, attributes["wall_time"]
-        return Finished(number, state, values, params, wall, record.epochs, self.worker, reason)
+                attributes["weights"] = str(self.weights.save(lane.trial.number, lane.weights, lane.hyperparameters))
+                self._best = values[0]
+        frozen = lane.trial._cached_frozen_trial
+        self.study.sampler.after_trial(self.study, frozen, ending.state, list(values) or None)
+        return Write(lane.id, attributes, lane.unwritten, ending.state, values)
 
-    def _lose(self, lane: Lane) -> Notice:
+    def _lost(self, lane: Lane) -> Notice:
         """Somebody else ended the trial: it is dropped here."""
         state = self.storage.get_trial(lane.trial._trial_id).state.name.lower()
         return Notice(f"trial {lane.trial.number} was ended by another process ({state}); it is dropped here")
