@@ -30,7 +30,7 @@ LAYERS = """
     capture train
     data
     device
-    clock interrupt storage_url
+    clock dropout interrupt storage_url
     errors
 """
 """Top to bottom: a module imports only from lines below its own. `__init__` only maps names, and is on no line."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tuner.clock import Stopwatch
 from tuner.data import Resident, Splits, epoch_order, epoch_seed, prepare
+from tuner.dropout import with_tensor_rates
 from tuner.spec import LoadedSpec, explore
 from tuner.study_file import load_spec
 from tuner.train import SGD, EpochResult, Job, Lone, Task, evaluate
@@ -49,7 +50,7 @@ def by_hand(sgd: SGD, model: Any = network, loss: Any = nn.functional.cross_entr
     """The loop that a user of PyTorch writes, with ``torch.optim.SGD``."""
     x, y = examples(23)
     torch.manual_seed(4)
-    module = model()
+    module = with_tensor_rates(model())
     parameters = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(
         parameters,

@@ -8,7 +8,8 @@ Legend of names: K lanes, B examples, P parameters, M measures.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Hashable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -122,8 +123,14 @@ class Program:
             output = self._call(trained, fixed, batch[0])
             return torch.stack([torch.as_tensor(m(output, batch[1])).to(kind) for m in measures])
 
-        with torch.no_grad():
-            return self._per_lane(measure, trained, fixed)
+        # Attention has a fused path for evaluation, which vmap would take lane by lane.
+        fused = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with torch.no_grad():
+                return self._per_lane(measure, trained, fixed)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fused)
 
     def _per_lane(self, function: Callable[..., Tensor], trained: list[Tensor], fixed: list[Tensor]) -> Tensor:
         # All lanes have the same seed, so they draw the same random numbers, as each would alone.
@@ -153,9 +160,10 @@ class Program:
 def signature(module: nn.Module, loss_key: Hashable) -> Hashable:
     """What two networks must share to run the same program: structure, shapes, every setting that is not a tensor."""
     layers = []
+    known = {id(t): name for name, t in [*module.named_parameters(), *module.named_buffers()]}
     for name, layer in module.named_modules(remove_duplicate=False):
         settings = {k: v for k, v in vars(layer).items() if k not in _NOT_SETTINGS}
-        layers.append((name, type(layer), _frozen(settings)))
+        layers.append((name, type(layer), _frozen(settings, known)))
     tensors = [
         (name, tuple(t.shape), t.dtype, t.requires_grad, t.stride())
         for name, t in [*module.named_parameters(), *module.named_buffers()]
@@ -166,18 +174,25 @@ def signature(module: nn.Module, loss_key: Hashable) -> Hashable:
 _NOT_SETTINGS = ("_parameters", "_buffers", "_modules")
 
 
-def _frozen(value: Any) -> Hashable:
-    """A setting as something that is equal exactly if the settings are; an unknown object equals only itself."""
+def _frozen(value: Any, known: Mapping[int, str]) -> Hashable:
+    """A setting as something that is equal exactly if the settings are; an unknown object equals only itself.
+
+    `known` are the names of the network's own tensors by `id`: layers keep lists of them.
+    """
     if value is None or isinstance(value, (bool, int, str, bytes, torch.dtype, torch.device, torch.Size)):
         return (type(value), value)
+    if isinstance(value, Tensor):
+        return known.get(id(value)) or (value.dtype, tuple(value.shape), tuple(value.detach().flatten().tolist()))
+    if isinstance(value, weakref.ref):
+        return _frozen(value(), known)
     if isinstance(value, float):
         return (float, value.hex())
     if isinstance(value, (list, tuple)):
-        return (type(value), tuple(_frozen(item) for item in value))
+        return (type(value), tuple(_frozen(item, known) for item in value))
     if isinstance(value, (set, frozenset)):
-        return (type(value), frozenset(_frozen(item) for item in value))
+        return (type(value), frozenset(_frozen(item, known) for item in value))
     if isinstance(value, dict):
-        return (type(value), tuple((_frozen(k), _frozen(v)) for k, v in value.items()))
+        return (type(value), tuple((_frozen(k, known), _frozen(v, known)) for k, v in value.items()))
     if isinstance(value, types.FunctionType) and value.__closure__ is None and not value.__defaults__:
         return (types.FunctionType, value.__code__)
     if isinstance(value, (type, types.BuiltinFunctionType)):

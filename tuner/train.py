@@ -18,6 +18,7 @@ from torch.optim.sgd import sgd as sgd_step
 from tuner.clock import Stopwatch
 from tuner.data import Batch, Source, epoch_order, epoch_seed
 from tuner.device import synchronize, widest
+from tuner.dropout import with_tensor_rates
 
 EVALUATION_BATCH = 1024
 """Examples per step of an evaluation: it changes memory and speed, and results by rounding only."""
@@ -120,7 +121,7 @@ class EpochResult:
 def build(job: Job, task: Task) -> nn.Module:
     """The trial's network with its initial weights, on the device."""
     torch.manual_seed(job.seed)
-    return job.model().to(task.device)
+    return with_tensor_rates(job.model()).to(task.device)
 
 
 class Trainer(Protocol):
