@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -202,10 +204,16 @@ def _commands(ready: Prepared, run: Assignment) -> dict[str, str]:
         pairs = zip(run.target.names, run.target.maximize, strict=True)
         again += " --objectives " + " ".join(f"{n}:{'maximize' if up else 'minimize'}" for n, up in pairs)
     return {
-        "browse": f"python -m tuner.dashboard {where}",
-        "resume": f"python -m tuner.run {study} {where}{again}",
-        "report": f"python -m tuner.report {where}{name}",
+        "browse": f"{_python()} -m tuner.dashboard {where}",
+        "resume": f"{_python()} -m tuner.run {study} {where}{again}",
+        "report": f"{_python()} -m tuner.report {where}{name}",
     }
+
+
+def _python() -> str:
+    """What to type for this Python: its path, where `python` is another one."""
+    found = shutil.which("python")
+    return "python" if found is not None and Path(found) == Path(sys.executable) else shlex.quote(sys.executable)
 
 
 def _strict(value: Any) -> Any:
