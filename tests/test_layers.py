@@ -21,7 +21,8 @@ LAYERS = """
     study tell
     study_file samplers progress
     spec storage
-    storage_rows storage_transactions owner weights
+    storage_transactions owner weights
+    storage_rows
     results
     measure
     assemble plan

@@ -19,7 +19,7 @@ from tuner.results import Target
 from tuner.samplers import pruner, sampler
 from tuner.search import Budget, Search
 from tuner.spec import LoadedSpec
-from tuner.storage import open_storage
+from tuner.storage import Storage, open_storage
 from tuner.tell import Teller
 from tuner.weights import WeightsFolder
 
@@ -86,11 +86,13 @@ def make_search(
     watch: Stopwatch,
     interrupt: Interrupt,
     worker: int = 0,
+    storage: Storage | None = None,
 ) -> Search:
-    """The search of one worker, in the process that is going to run it."""
-    storage = open_storage(assignment.url, create=False)
+    """The search of one worker, in the process that is going to run it; `storage` if it is open already."""
+    storage = storage or open_storage(assignment.url, create=False)
     storage.owner = this_process()
     storage.total_limit = assignment.total_limit
+    storage.gathering = True
     storage.queued_only = assignment.sampler == "grid"
     spec, target = loaded.spec, assignment.target
     study = optuna.load_study(

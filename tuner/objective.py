@@ -50,7 +50,7 @@ class Objective:
             (result,) = lone.epoch(watch)
             record.add(result, lanes=1)
             reason = record.trouble
-            if not reason and len(self._target.names) == 1:
+            if not reason and self._target.has_curve:
                 trial.report(result.validation[record.measure], step=result.epoch)
                 if record.epochs < self._task.epochs and trial.should_prune():
                     reason = f"pruned at epoch {result.epoch}"

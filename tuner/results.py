@@ -46,6 +46,11 @@ class Target:
     maximize: tuple[bool, ...]
 
     @property
+    def has_curve(self) -> bool:
+        """Whether every epoch of a trial has a value of what is optimized: one objective, and no time or size."""
+        return len(self.names) == 1 and self.names[0] not in NUMBERS
+
+    @property
     def labels(self) -> list[str]:
         """The objectives as a person reads them."""
         return [name if name in NUMBERS else f"validation {name}" for name in self.names]
@@ -95,7 +100,9 @@ class Record:
         """Why the last epoch's numbers end the trial; empty if they do not."""
         if self.last is None:
             return ""
-        for name, value in {"training loss": self.last.train_loss, **self.last.validation}.items():
+        measured = {"training loss": self.last.train_loss}
+        measured |= {name: self.last.validation[name] for name in ("loss", self.measure)}
+        for name, value in measured.items():
             if not math.isfinite(value):
                 return f"{name} is {value} at epoch {self.last.epoch}"
         return ""
@@ -120,7 +127,9 @@ class Record:
         }
         if self.best is not None:
             attributes |= {"best_epoch": self.best.epoch, "train_loss": self.best.train_loss}
-            attributes |= {f"validation_{name}": value for name, value in self.best.validation.items()}
+            for name, value in self.best.validation.items():
+                # A page cannot read NaN as JSON.
+                attributes[f"validation_{name}"] = value if math.isfinite(value) else str(value)
         return attributes
 
 

@@ -166,7 +166,7 @@ def tune(args: argparse.Namespace, watch: Stopwatch) -> int:
         watch.lap("storage")
         ledger = outcome.Ledger(watch)
         try:
-            events = search(args, ready, assignment, budget, watch, interrupt)
+            events = search(args, ready, opened, assignment, budget, watch, interrupt)
             show(args, ready, opened, budget, events, ledger)
         except Interrupted as error:
             signal_number = error.signal_number
@@ -221,6 +221,7 @@ def goal_of(args: argparse.Namespace) -> int | None:
 def search(
     args: argparse.Namespace,
     ready: Prepared,
+    opened: OpenedStudy,
     assignment: Assignment,
     budget: CountedBudget,
     watch: Stopwatch,
@@ -232,7 +233,9 @@ def search(
 
     if args.workers > 1:
         return run_workers(assignment, args.workers, budget, interrupt)
-    return make_search(assignment, ready.loaded, ready.data, ready.plan.device, budget, watch, interrupt).events()
+    return make_search(
+        assignment, ready.loaded, ready.data, ready.plan.device, budget, watch, interrupt, storage=opened.storage
+    ).events()
 
 
 def show(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import optuna
+from optuna.storages._cached_storage import _CachedStorage
 from optuna.trial import TrialState
 
 from tuner import device
@@ -114,6 +115,8 @@ class Search:
         jobs: list[Job] = []
         while len(self._lanes) < self.width and self.budget.take():
             try:
+                # What others have finished is read for the first of them: a moment later it is hardly more.
+                self._storage.reading_paused = self._asked > 0
                 lane = self._ask()
             except BudgetSpentError:
                 self.budget.give_back()
@@ -121,12 +124,16 @@ class Search:
                 break
             self._asked += 1
             failure = self._sample(lane, jobs)
+            self._show_to_sampler(lane)
             yield Started(lane.trial.number, lane.trial.params, self.teller.worker)
             self._watch.lap("display")
             if failure is not None:
                 yield from self._fail([lane], failure)
             else:
                 new.append(lane)
+        self._storage.reading_paused = False
+        self._storage.flush()
+        self._watch.lap("storage")
         if new:
             yield from self._assemble(new, jobs)
 
@@ -137,6 +144,12 @@ class Search:
         self._lanes[trial.number] = lane
         self._lap("sampler", stored)
         return lane
+
+    def _show_to_sampler(self, lane: Lane) -> None:
+        """Let the next trial's sampling know of this one, which runs: samplers keep away from where others look."""
+        cache = self.study._storage
+        if isinstance(cache, _CachedStorage):
+            cache._add_trials_to_cache(self.study._study_id, [lane.trial._cached_frozen_trial])
 
     def _sample(self, lane: Lane, jobs: list[Job]) -> Failure | None:
         """Sample a trial's hyperparameters and append its job; what a study file's code raises is returned."""

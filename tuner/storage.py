@@ -21,14 +21,22 @@ from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
-from optuna.storages import RDBStorage
 from optuna.storages._rdb.storage import _create_scoped_session
 from optuna.trial import FrozenTrial, TrialState
 
 from tuner.errors import BudgetSpentError, StorageError
 from tuner.results import REASON
-from tuner.storage_rows import WORKER, Write, attribute_rows, counts, put, running_of, write_all
-from tuner.storage_transactions import cause_of, postgres_sessions, prepare_sqlite, reads, writes
+from tuner.storage_rows import (
+    WORKER,
+    Write,
+    attribute_rows,
+    counts,
+    put,
+    put_parameters,
+    running_of,
+    write_all,
+)
+from tuner.storage_transactions import Transactional, cause_of, postgres_sessions, prepare_sqlite, reads, writes
 from tuner.storage_url import (
     BUSY_SECONDS,
     cannot_open,
@@ -100,7 +108,7 @@ def _other_schema(url: str) -> StorageError:
     )
 
 
-class Storage(RDBStorage):
+class Storage(Transactional):
     """An Optuna storage for many processes. Open it with `open_storage`.
 
     `owner`: if not empty, the user attribute ``worker`` of each trial that is started here (created or claimed).
@@ -108,7 +116,6 @@ class Storage(RDBStorage):
     ones: BudgetSpentError, and nothing is written. Both are part of the transaction that starts the trial.
     `queued_only`: no trial is started here that was not queued before: BudgetSpentError.
     `reading_paused`: what others have written since is not read for a while, through Optuna's cache.
-    `seconds`: how long the calls of this storage have taken; `inside`: whether one is going on.
     """
 
     def __init__(self, url: str) -> None:
@@ -119,8 +126,7 @@ class Storage(RDBStorage):
         self.total_limit: int | None = None
         self.queued_only = False
         self.reading_paused = False
-        self.seconds = 0.0
-        self.inside = False
+        self.gathered = []
         # On a server, a connection that died while a trial was trained is replaced before it is used.
         options: dict[str, Any] = {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10}}
         lite = sqlite_path(url) is not None
@@ -180,7 +186,15 @@ class Storage(RDBStorage):
         Returns the trials that somebody else had ended before; of those nothing is written. KeyError if one is unknown.
         """
         with _create_scoped_session(self.scoped_session) as session:
-            return write_all(session, new)
+            put_parameters(session, self.gathered)
+            lost = write_all(session, new)
+        self.gathered.clear()
+        return lost
+
+    def flush(self) -> None:
+        """Write the parameters that have been gathered."""
+        if self.gathered:
+            self.record_all([])
 
     @writes
     def fail_trials_of(self, study_id: int, owner: str, reason: str) -> list[int]:
@@ -210,11 +224,13 @@ class Storage(RDBStorage):
         frozen = copy.deepcopy(template_trial) if template_trial else optuna.create_trial(state=TrialState.RUNNING)
         with _create_scoped_session(self.scoped_session) as session:
             models.StudyModel.find_or_raise_by_id(study_id, session, for_update=True)
+            put_parameters(session, self.gathered)
             trial: Any = self._get_prepared_new_trial(study_id, template_trial, session)
             if trial.state == TrialState.RUNNING:
                 frozen.user_attrs.update(self._start(session, study_id, trial.trial_id))
             frozen.number, frozen._trial_id = trial.number, trial.trial_id
             frozen.datetime_start = trial.datetime_start
+        self.gathered.clear()
         return frozen
 
     @writes
@@ -261,31 +277,6 @@ class Storage(RDBStorage):
         attributes = {WORKER: self.owner} if self.owner else {}
         put(session, models.TrialUserAttributeModel, attribute_rows(trial_id, attributes))
         return attributes
-
-    create_new_study = writes(RDBStorage.create_new_study)
-    delete_study = writes(RDBStorage.delete_study)
-    set_study_user_attr = writes(RDBStorage.set_study_user_attr)
-    set_study_system_attr = writes(RDBStorage.set_study_system_attr)
-    set_trial_intermediate_value = writes(RDBStorage.set_trial_intermediate_value)
-    set_trial_user_attr = writes(RDBStorage.set_trial_user_attr)
-    set_trial_system_attr = writes(RDBStorage.set_trial_system_attr)
-    record_heartbeat = writes(RDBStorage.record_heartbeat)
-    _set_trial_param = writes(RDBStorage._set_trial_param)
-
-    get_study_id_from_name = reads(RDBStorage.get_study_id_from_name)
-    get_study_name_from_id = reads(RDBStorage.get_study_name_from_id)
-    get_study_directions = reads(RDBStorage.get_study_directions)
-    get_study_user_attrs = reads(RDBStorage.get_study_user_attrs)
-    get_study_system_attrs = reads(RDBStorage.get_study_system_attrs)
-    get_all_studies = reads(RDBStorage.get_all_studies)
-    get_trial = reads(RDBStorage.get_trial)
-    get_trial_param = reads(RDBStorage.get_trial_param)
-    get_trial_user_attrs = reads(RDBStorage.get_trial_user_attrs)
-    get_trial_system_attrs = reads(RDBStorage.get_trial_system_attrs)
-    get_trial_id_from_study_id_trial_number = reads(RDBStorage.get_trial_id_from_study_id_trial_number)
-    _read_trials = reads(RDBStorage._get_trials)
-    _get_best_trial_id = reads(RDBStorage._get_best_trial_id)
-    _get_stale_trial_ids = reads(RDBStorage._get_stale_trial_ids)
 
 
 def _dispose(engine: Engine | None, process: int) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from optuna.distributions import BaseDistribution, distribution_to_json
 from optuna.trial import TrialState
 
 if TYPE_CHECKING:
@@ -33,6 +34,16 @@ class Write:
     reports: Mapping[int, float] = field(default_factory=dict)
     state: TrialState | None = None
     values: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A sampled value, in Optuna's internal representation."""
+
+    trial_id: int
+    name: str
+    value: float
+    distribution: BaseDistribution
 
 
 def attribute_rows(trial_id: int, attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -101,6 +112,26 @@ def write_all(session: Session, new: Sequence[Write]) -> set[int]:
         if write.state is not None:
             end(trials[write.trial_id], write.state)
     return lost
+
+
+def put_parameters(session: Session, parameters: Sequence[Parameter]) -> None:
+    """Insert parameters that are new, in one statement."""
+    from optuna.storages._rdb import models
+    from sqlalchemy import insert
+
+    if parameters:
+        session.execute(
+            insert(models.TrialParamModel),
+            [
+                {
+                    "trial_id": parameter.trial_id,
+                    "param_name": parameter.name,
+                    "param_value": parameter.value,
+                    "distribution_json": distribution_to_json(parameter.distribution),
+                }
+                for parameter in parameters
+            ],
+        )
 
 
 def running_of(session: Session, study_id: int, owner: str) -> list[Any]:

@@ -17,9 +17,12 @@ from contextlib import closing, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+from optuna.distributions import BaseDistribution, check_distribution_compatibility
 from optuna.exceptions import StorageInternalError
+from optuna.storages import RDBStorage
 
 from tuner.errors import StorageError
+from tuner.storage_rows import Parameter
 from tuner.storage_url import BUSY_SECONDS, masked, without_secrets
 
 if TYPE_CHECKING:
@@ -54,6 +57,8 @@ def reads(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any,
 def _tried_again(method: Callable[Concatenate[Any, P], R], *, reads: bool) -> Callable[Concatenate[Any, P], R]:
     @functools.wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if reads and not self.inside:
+            self.flush()
         started = time.monotonic()
         outermost, self.inside = not self.inside, True
         token = _only_reads.set(reads)
@@ -77,6 +82,62 @@ def _tried_again(method: Callable[Concatenate[Any, P], R], *, reads: bool) -> Ca
                 self.seconds += time.monotonic() - started
 
     return call
+
+
+class Transactional(RDBStorage):
+    """Optuna's storage with each call in a transaction of the right kind.
+
+    `seconds`: how long the calls have taken; `inside`: whether one is going on. `gathering`: sampled parameters wait in
+    `gathered` for the next write or reading, and share its transaction.
+    """
+
+    given_url: str
+    seconds = 0.0
+    inside = False
+    gathering = False
+    gathered: list[Parameter]
+
+    def flush(self) -> None:
+        """Write what has been gathered, before something is read."""
+
+    def _set_trial_param(
+        self,
+        trial_id: int,
+        param_name: str,
+        param_value_internal: float,
+        distribution: BaseDistribution,
+        previous_distribution: BaseDistribution | None = None,
+    ) -> None:
+        if self.gathering and previous_distribution is not None:
+            check_distribution_compatibility(previous_distribution, distribution)
+            self.gathered.append(Parameter(trial_id, param_name, param_value_internal, distribution))
+        else:
+            self._write_trial_param(trial_id, param_name, param_value_internal, distribution, previous_distribution)
+
+    create_new_study = writes(RDBStorage.create_new_study)
+    delete_study = writes(RDBStorage.delete_study)
+    set_study_user_attr = writes(RDBStorage.set_study_user_attr)
+    set_study_system_attr = writes(RDBStorage.set_study_system_attr)
+    set_trial_intermediate_value = writes(RDBStorage.set_trial_intermediate_value)
+    set_trial_user_attr = writes(RDBStorage.set_trial_user_attr)
+    set_trial_system_attr = writes(RDBStorage.set_trial_system_attr)
+    record_heartbeat = writes(RDBStorage.record_heartbeat)
+    _write_trial_param = writes(RDBStorage._set_trial_param)
+
+    get_study_id_from_name = reads(RDBStorage.get_study_id_from_name)
+    get_study_name_from_id = reads(RDBStorage.get_study_name_from_id)
+    get_study_directions = reads(RDBStorage.get_study_directions)
+    get_study_user_attrs = reads(RDBStorage.get_study_user_attrs)
+    get_study_system_attrs = reads(RDBStorage.get_study_system_attrs)
+    get_all_studies = reads(RDBStorage.get_all_studies)
+    get_trial = reads(RDBStorage.get_trial)
+    get_trial_param = reads(RDBStorage.get_trial_param)
+    get_trial_user_attrs = reads(RDBStorage.get_trial_user_attrs)
+    get_trial_system_attrs = reads(RDBStorage.get_trial_system_attrs)
+    get_trial_id_from_study_id_trial_number = reads(RDBStorage.get_trial_id_from_study_id_trial_number)
+    _read_trials = reads(RDBStorage._get_trials)
+    _get_best_trial_id = reads(RDBStorage._get_best_trial_id)
+    _get_stale_trial_ids = reads(RDBStorage._get_stale_trial_ids)
 
 
 def cause_of(error: Exception) -> Exception:

@@ -38,6 +38,7 @@ class OpenedStudy:
     """A study that is ready for trials; `run` counts the commands that opened it before this one."""
 
     study: optuna.Study
+    storage: Storage
     study_id: int
     resumed: bool
     run: int
@@ -110,7 +111,7 @@ def open_study(
             _describe(study, loaded, target)
         run = int(stored.get(RUNS, 0))
         storage.set_study_system_attr(study_id, RUNS, run + 1)
-    return OpenedStudy(study, study_id, resumed, run, summarize(trials, target.maximize[0]))
+    return OpenedStudy(study, storage, study_id, resumed, run, summarize(trials, target.maximize[0]))
 
 
 def read_points(file: Path, space: Space) -> list[dict[str, Any]]:

@@ -134,7 +134,7 @@ class Teller:
         if record.trouble:
             # Pruned, not failed: a sampler learns from pruned trials, and must not propose this again and again.
             return Ending(lane, TrialState.PRUNED, record.trouble)
-        if len(record.target.names) == 1:  # Optuna keeps no learning curves where there are several objectives.
+        if record.target.has_curve:
             lane.unwritten[trained.result.epoch] = trained.result.validation[record.measure]
         return Ending(lane, TrialState.COMPLETE, "") if record.epochs == self.task.epochs else None
 
@@ -195,7 +195,11 @@ class Teller:
         if ending.state == TrialState.COMPLETE:
             values = record.values(attributes)
             if self.weights is not None and lane.weights is not None and self._may_win(record, now=True):
-                attributes["weights"] = str(self.weights.save(lane.trial.number, lane.weights, lane.hyperparameters))
+                try:
+                    path = self.weights.save(lane.trial.number, lane.weights, lane.hyperparameters)
+                    attributes["weights"] = str(path)
+                except TunerError as error:  # The trial is worth more than its file.
+                    attributes["weights_lost"] = str(error)
                 self._best = values[0]
         frozen = lane.trial._cached_frozen_trial
         self.study.sampler.after_trial(self.study, frozen, ending.state, list(values) or None)
@@ -208,7 +212,7 @@ class Teller:
 
     def _may_win(self, record: Record, now: bool = False) -> bool:
         """Whether the trial's best epoch is better than every complete trial's, `now` or a moment ago."""
-        if record.best is None or len(record.target.names) > 1:
+        if record.best is None or not record.target.has_curve:
             return False
         if now or self.watch.now() - self._best_read > BEST_SECONDS:
             self._best_read = self.watch.now()
