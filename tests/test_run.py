@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import optuna
 import pytest
 from optuna.trial import TrialState
 
@@ -28,6 +29,8 @@ from tests.study_files import (
     wait_until_gone,
 )
 from tuner.run import main
+
+pytest_plugins = "postgres"
 
 INSTANT = 'name="tiny", epochs=1'
 
@@ -235,3 +238,16 @@ def test_bad_input_is_one_line_of_a_real_process(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: --device cuda:77")
     assert done.stderr.count("\n") == 1
     assert [p for p in sorted(tmp_path.iterdir()) if p.name != "__pycache__"] == before
+
+
+@pytest.mark.timeout(200)
+def test_commands_share_a_study_on_postgresql(postgres_url: str, tmp_path: Path) -> None:
+    """Two commands on one database server: the total is exact, numbers have no gap, nothing is left running."""
+    study_file(tmp_path, spec=INSTANT)
+    arguments = ("--study", "tiny.py", "--total-trials", "12", "--storage", postgres_url, "--json")
+    done = [finish(p) for p in [start(*arguments, "--workers", str(w), cwd=tmp_path) for w in (1, 2)]]
+    assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+    study = optuna.load_study(study_name="tiny", storage=postgres_url)
+    assert [t.number for t in study.trials] == list(range(len(study.trials)))
+    assert sum(t.state in (TrialState.COMPLETE, TrialState.PRUNED) for t in study.trials) == 12
+    assert not any(t.state == TrialState.RUNNING for t in study.trials)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -419,3 +421,88 @@ def test_dropout_drops_and_scales_as_pytorchs_does() -> None:
         assert (out == 0).float().mean().item() == pytest.approx(p, abs=0.01)
         assert torch.all((out == 0) | torch.isclose(out, torch.tensor(1 / (1 - p) if p < 1 else 0.0)))
         assert torch.equal(layer.eval()(x), x)
+
+
+class Counting(nn.Module):
+    """Halves its output after some calls, as a schedule in a model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(12, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return self.layer(x) * (1.0 if self.calls < 12 else 0.5)
+
+
+class Rebinding(nn.Module):
+    """Assigns a new tensor to its buffer in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 3)
+        self.register_buffer("average", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if self.training:
+            self.average = 0.9 * self.average + 0.1 * y.detach().mean(dim=0)
+        return y + self.average
+
+
+class CountingLoss:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return nn.functional.cross_entropy(output, target) * (1.0 if self.calls % 2 else 0.5)
+
+
+@pytest.mark.parametrize("model", [Counting, Rebinding])
+def test_a_forward_pass_with_a_memory_of_its_own_runs_alone_from_a_fresh_network(model: Any) -> None:
+    """What no record repeats is found, and the comparison that found it leaves no trace in the trials."""
+    jobs = [job(number, model) for number in range(4)]
+    made = Assembler(task_of()).assemble(jobs, 64)
+    assert all(isinstance(trainer, Lone) for trainer in made.trainers)
+    assert len(made.notices) == 1
+    found = train(made.trainers)
+    for one in jobs:
+        assert [r.train_loss for r in found[one.number]] == [
+            r.train_loss for r in train([Lone(one, task_of())])[one.number]
+        ]
+
+
+def test_a_loss_that_counts_its_calls_is_not_stacked() -> None:
+    """Its attribute changes with each call, so its trials run alone, and one line says why."""
+    loss = CountingLoss()
+    made = Assembler(task_of()).assemble([job(number, mlp, loss) for number in range(3)], 64)
+    assert all(isinstance(trainer, Lone) for trainer in made.trainers)
+    assert len(made.notices) == 1
+
+
+def test_trials_of_their_own_structure_say_what_keeps_them_apart() -> None:
+    """One line names the difference; it is not repeated."""
+    assembler = Assembler(task_of())
+    jobs = [job(n, lambda width=n + 2: nn.Sequential(nn.Linear(12, width), nn.Linear(width, 3))) for n in range(4)]
+    notice = "4 of 4 trials are trained alone, not in a stack: they differ in the shapes of their weights"
+    assert assembler.assemble(jobs, 64).notices == [notice]
+    assert assembler.assemble(jobs, 64).notices == []
+    slopes = [job(n, lambda slope=n / 10: Flag(slope, "leaky")) for n in range(3)]
+    (notice,) = Assembler(task_of()).assemble(slopes, 64).notices
+    assert notice.endswith("they differ in the settings of the network (Flag)")
+
+
+def test_pythons_and_numpys_generators_are_seeded_too() -> None:
+    """A model that draws from them gives the same losses twice."""
+
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(12, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * (1 + 0.1 * random.random() + 0.1 * numpy.random.random())
+
+    first, second = (train([Lone(job(0, Drawing), task_of())])[0] for _ in range(2))
+    assert [r.train_loss for r in first] == [r.train_loss for r in second]

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from storage_helpers import (
     study_in,
 )
 
-from tuner.errors import BudgetSpentError, StorageError
+from tuner.errors import BudgetSpentError, StorageError, StorageLostError
 from tuner.storage import Storage, open_storage, resolve_url
 
 pytest_plugins = "postgres"
@@ -337,3 +337,41 @@ def test_opening_a_storage_again_keeps_the_locks_of_its_process(tmp_path: Path) 
     second.close()
     with closing(sqlite3.connect(tmp_path / "tuner.db")) as connection:
         assert connection.execute("SELECT count(*) FROM trials").fetchone() == (2,)
+
+
+def test_a_file_that_is_deleted_under_a_storage_is_noticed(tmp_path: Path) -> None:
+    """SQLite would go on writing to the deleted file, and every trial from then on would be lost without a word."""
+    storage = open_storage(resolve_url(None, {}, tmp_path))
+    study = study_in(storage)
+    study.ask()
+    (tmp_path / "tuner.db").rename(tmp_path / "moved.db")
+    with pytest.raises(StorageLostError, match="deleted or replaced"):
+        study.ask()
+    open_storage(resolve_url(None, {}, tmp_path)).close()
+    with pytest.raises(StorageLostError, match="deleted or replaced"):
+        study.ask()
+    storage.close()
+
+
+def test_a_full_disk_is_waited_for_and_nothing_told_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A write without room says so, waits, and is done when there is room again."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=False).returncode != 0:
+        pytest.skip("may not mount a small file system here")
+    try:
+        storage = open_storage(resolve_url(None, {}, disk))
+        study = study_in(storage)
+        trial = study.ask()
+        fill = disk / "fill"
+        with suppress(OSError), fill.open("wb", buffering=0) as file:
+            while True:
+                file.write(b"x" * 4096)
+        threading.Timer(2, fill.unlink).start()
+        reports = {step: float(step) for step in range(5000)}
+        storage.record(trial._trial_id, reports=reports, state=TrialState.COMPLETE, values=[1.0])
+        assert "no room on the disk" in caplog.text
+        assert study.trials[0].intermediate_values == reports
+        storage.close()
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

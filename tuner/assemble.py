@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from torch import nn
 
-from tuner.program import CannotStack, Program, signature
+from tuner.program import CannotStack, Program, difference, signature
 from tuner.stack import Stack
 from tuner.train import Job, Lone, Task, Trainer, build
 
@@ -44,8 +44,9 @@ class Assembler:
             except Exception as error:
                 made.errors[job.number] = error
                 continue
-            kind = signature(module, job.loss_key) if lanes > 1 and len(jobs) > 1 else job.number
+            kind: Hashable = signature(module, job.loss_key) if lanes > 1 and len(jobs) > 1 else job.number
             kinds.setdefault(kind, []).append((job, module))
+        self._say_why_apart(kinds, made)
         for kind, members in kinds.items():
             program = self._program(kind, *members[0], made) if len(members) > 1 else None
             for group in _groups(members, program, lanes):
@@ -58,9 +59,8 @@ class Assembler:
                 self._programs[kind] = Program(job, module, self._task)
             except CannotStack as why:
                 self._give_up(kind, str(why), made)
-            except Exception:
-                # What a model raises is told by the trials themselves, which run alone and raise it again.
-                self._programs[kind] = None
+            except Exception as error:
+                self._give_up(kind, f"{type(error).__name__} in a training step: {error}", made)
         return self._programs[kind]
 
     def _train_together(
@@ -71,7 +71,19 @@ class Assembler:
                 return [Stack([job for job, _ in group], [module for _, module in group], program, self._task)]
             except CannotStack as why:
                 self._give_up(kind, str(why), made)
+                # The comparison may have changed these networks.
+                return [Lone(job, self._task) for job, _ in group]
         return [Lone(job, self._task, module) for job, module in group]
+
+    def _say_why_apart(self, kinds: Mapping[Hashable, Sequence[tuple[Job, nn.Module]]], made: Assembly) -> None:
+        """Tell once what keeps trials apart, where most of them have a structure of their own."""
+        single = [kind for kind, members in kinds.items() if len(members) == 1]
+        total = sum(len(members) for members in kinds.values())
+        if len(single) > 1 and 2 * len(single) > total and isinstance(single[0], tuple):
+            why = f"they differ in {difference(single[0], single[1])}"
+            if "apart" not in self._said:
+                self._said.add("apart")
+                made.notices.append(f"{len(single)} of {total} trials are trained alone, not in a stack: {why}")
 
     def _give_up(self, kind: Hashable, why: str, made: Assembly) -> None:
         self._programs[kind] = None

@@ -28,6 +28,10 @@ class StorageError(UsageError):
     """The storage cannot be opened or used."""
 
 
+class StorageLostError(TunerError):
+    """The storage's file was deleted or replaced while it was in use: what is written goes nowhere."""
+
+
 class StudyMismatchError(UsageError):
     """The stored study and the study file disagree on the direction, the search space or the data."""
 
@@ -53,7 +57,7 @@ class TrialLostError(TunerError):
 class Interrupted(BaseException):
     """SIGINT or SIGTERM arrived. Not an ``Exception``: no handler in a user's model may swallow it."""
 
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(f"signal {signal_number}")
+    def __init__(self, signal_number: int, meaning: str = "") -> None:
+        super().__init__(meaning or f"signal {signal_number}")
         self.signal_number = signal_number
         self.exit_code = 128 + signal_number

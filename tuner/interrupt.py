@@ -7,6 +7,7 @@ second signal ends the process at once, whatever it does.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -18,10 +19,14 @@ from tuner.errors import Interrupted
 
 
 class Interrupt:
-    """The signals of one process. Without `listening` it does nothing, so that a library user's own handlers stay."""
+    """The signals of one process; `meaning` says what they mean, in words.
 
-    def __init__(self) -> None:
+    Without `listening` it does nothing, so that a library user's own handlers stay.
+    """
+
+    def __init__(self, meaning: str = "") -> None:
         self.received: int | None = None
+        self._meaning = meaning
         self._open = False
 
     @contextmanager
@@ -50,12 +55,14 @@ class Interrupt:
     def check(self) -> None:
         """Raise `Interrupted` if a signal has arrived."""
         if self.received is not None:
-            raise Interrupted(self.received)
+            raise Interrupted(self.received, self._meaning)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
+            for child in multiprocessing.active_children():
+                child.kill()
             os._exit(128 + number)
         self.received = number
         if self._open:
             self._open = False
-            raise Interrupted(number)
+            raise Interrupted(number, self._meaning)

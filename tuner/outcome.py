@@ -165,7 +165,8 @@ def as_text(outcome: Outcome) -> Iterator[str]:
     yield f"{outcome.added} trials in {duration(outcome.seconds)}{f': {states}' if states else ''}"
     if outcome.added:
         assert outcome.seconds_per_trial is not None
-        yield f"{outcome.trials_per_minute:.1f} trials per minute; a trial takes {duration(outcome.seconds_per_trial)}"
+        pace, taken = f"{outcome.trials_per_minute:.1f} trials per minute", duration(outcome.seconds_per_trial)
+        yield f"{pace}; from its start to its end a trial takes {taken}"
         yield from _time_lines(outcome.parts)
     yield ""
     for name, command in outcome.commands.items():

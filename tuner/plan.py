@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tuner.device import cores, describe, synchronize
-from tuner.train import Job, Task, call
+from tuner.train import Job, Task, build, call
 
 THREAD_FLOPS = 40e6
 """Floating-point operations of a training step from which a second CPU thread pays. Measured: docs/measurements.md."""
@@ -67,8 +67,7 @@ def try_step(job: Job, task: Task) -> float:
     Returns the floating-point operations of a training step with the job's whole batch, roughly: each weight of a layer
     is multiplied and added once for every position of its output, and twice more backwards.
     """
-    torch.manual_seed(job.seed)
-    module = job.model().to(task.device).train()
+    module = build(job, task).train()
     inputs, target = next(iter(task.train.batches(min(job.sgd.batch_size, task.train.size))))
     products = 0
 

@@ -7,6 +7,7 @@ Legend of names: K lanes, B examples, P parameters, M measures.
 
 from __future__ import annotations
 
+import copy
 import types
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from tuner.capture import Captured, NotCapturable, capture
 from tuner.data import Batch, Source
 from tuner.device import widest
-from tuner.train import Job, Loss, Task, call
+from tuner.train import Job, Loss, Task, call, seed_generators
 
 TOLERANCE = 1e-4
 """How far a lane's loss and gradient may be from its own network's, relative to their size."""
@@ -60,23 +61,23 @@ class Program:
     def check(self, modules: Sequence[nn.Module], losses: Sequence[Loss], seeds: Sequence[int]) -> None:
         """Compare each lane with its own network, on a few examples: loss, gradient, buffers, evaluation.
 
-        Raises `CannotStack` on any difference that is not rounding. The modules are left as they were.
+        Raises `CannotStack` on any difference that is not rounding, and where a forward pass changes something that is
+        no tensor, which a record would not repeat. The modules are used up: their buffers may have changed.
         """
         leaves = tree_leaves(sample(self._task.train, PROBE_EXAMPLES))
         lists = [self.tensors(module) for module in modules]
         trained = [torch.stack(tensors) for tensors in zip(*(t for t, _ in lists), strict=True)]
         fixed = [torch.stack(tensors) for tensors in zip(*(f for _, f in lists), strict=True)]
-        before = [tensor.clone() for tensor in fixed]
-        torch.manual_seed(seeds[0])
+        seed_generators(seeds[0])
         *gradients, losses_K = self.train.run(*trained, *fixed, *leaves)
         measured_KM = self.evaluate.run(*trained, *fixed, *leaves)[0]
         for lane, (module, loss) in enumerate(zip(modules, losses, strict=True)):
-            torch.manual_seed(seeds[lane])
+            seed_generators(seeds[lane])
+            before = _plain_state(module.train(), loss)
             own = _alone(module, loss, tree_unflatten(leaves, self._structure), self.trained, self.fixed)
-            mine = (losses_K[lane], [g[lane] for g in gradients], [f[lane] for f in fixed])
-            _compare(mine, own)
-            for tensor, was in zip(self.tensors(module)[1], before, strict=True):
-                tensor.copy_(was[lane])
+            if _plain_state(module, loss) != before:
+                raise CannotStack("its forward pass or its loss changes an attribute")
+            _compare((losses_K[lane], [g[lane] for g in gradients], [f[lane] for f in fixed]), own)
         if not torch.isfinite(measured_KM).all() and torch.isfinite(losses_K).all():
             raise CannotStack("its evaluation differs in a stack")
 
@@ -92,7 +93,7 @@ class Program:
         except NotCapturable as why:
             raise CannotStack(str(why)) from None
         except Exception as error:
-            text = " ".join(str(error).split())[:200]
+            text = " ".join(str(error).split()).partition(". ")[0][:200]
             raise CannotStack(f"vmap cannot do it: {text}") from None
 
     def _step(self, *arguments: Tensor) -> list[Tensor]:
@@ -157,7 +158,7 @@ class Program:
         return _distance(mean, whole) < TOLERANCE
 
 
-def signature(module: nn.Module, loss_key: Hashable) -> Hashable:
+def signature(module: nn.Module, loss_key: Hashable) -> tuple[Hashable, Hashable, Hashable]:
     """What two networks must share to run the same program: structure, shapes, every setting that is not a tensor."""
     layers = []
     known = {id(t): name for name, t in [*module.named_parameters(), *module.named_buffers()]}
@@ -172,6 +173,23 @@ def signature(module: nn.Module, loss_key: Hashable) -> Hashable:
 
 
 _NOT_SETTINGS = ("_parameters", "_buffers", "_modules")
+
+
+def _plain_state(module: nn.Module, loss: Loss) -> Hashable:
+    """Everything of a network and a loss that is no tensor of the network's."""
+    cells = [cell.cell_contents for cell in getattr(loss, "__closure__", None) or ()]
+    return (signature(module, None)[0], _frozen([getattr(loss, "__dict__", {}), cells], {}))
+
+
+def difference(one: Hashable, other: Hashable) -> str:
+    """What keeps trials of these two signatures apart, in words."""
+    (layers, tensors, _), (other_layers, other_tensors, _) = one, other  # type: ignore[misc]
+    if [t[:2] for t in tensors] != [t[:2] for t in other_tensors]:  # type: ignore[has-type]
+        return "the shapes of their weights"
+    for a, b in zip(layers, other_layers, strict=False):  # type: ignore[has-type]
+        if a != b:
+            return f"the settings of {a[0] or 'the network'} ({a[1].__name__})"
+    return "what their loss depends on"
 
 
 def _frozen(value: Any, known: Mapping[int, str]) -> Hashable:
@@ -214,19 +232,13 @@ def _names(module: nn.Module, loss: Loss, task: Task) -> tuple[list[str], list[s
 
     One without a gradient is left alone by SGD, where a gradient of zero would still decay it.
     """
-    buffers = [name for name, _ in module.named_buffers()]
-    values = {name: t.detach().clone() for name, t in module.named_buffers()}
+    module = copy.deepcopy(module)  # The pass may change it.
     inputs, target = sample(task.train, PROBE_EXAMPLES)
     module.train()
     loss(call(module, inputs), target).backward()
     trained = [name for name, p in module.named_parameters() if p.grad is not None]
     others = [name for name, p in module.named_parameters() if p.grad is None]
-    for p in module.parameters():
-        p.grad = None
-    with torch.no_grad():
-        for name, buffer in module.named_buffers():
-            buffer.copy_(values[name])
-    return trained, others + buffers
+    return trained, others + [name for name, _ in module.named_buffers()]
 
 
 def _alone(
@@ -248,12 +260,12 @@ def _alone(
 
 def _compare(mine: tuple[Tensor, list[Tensor], list[Tensor]], own: tuple[Tensor, list[Tensor], list[Tensor]]) -> None:
     for what, a, b in (
-        ("loss", [mine[0]], [own[0]]),
-        ("gradient", mine[1], own[1]),
+        ("losses", [mine[0]], [own[0]]),
+        ("gradients", mine[1], own[1]),
         ("buffers", mine[2], own[2]),
     ):
         if not _distance(a, b) < TOLERANCE:
-            raise CannotStack(f"its {what} differs in a stack from what it is alone")
+            raise CannotStack(f"{what} in a stack differ from those alone")
 
 
 def _distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:

@@ -62,7 +62,8 @@ def trial_line(event: Finished, objective: str, new_best: bool) -> str:
         what = named(objective, event.values) + (" (new best)" if new_best else "")
     else:
         epochs = f"after {event.epochs} epoch{'s' * (event.epochs != 1)}" if event.epochs else ""
-        what = ": ".join(part for part in (epochs, clean(event.reason)) if part)
+        told = event.reason.removeprefix("pruned ").strip()  # the line has said that it is
+        what = clean(told) if told.startswith("at epoch") else ": ".join(part for part in (epochs, clean(told)) if part)
     parts = (f"trial {event.number} {STATES[event.state]}", what, duration(event.wall_time), listed(event.params))
     return "  ".join(part for part in parts if part)
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tuner.clock import Stopwatch
 from tuner.errors import Interrupted, TunerError, UsageError
@@ -87,9 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse, with errors like all others: one line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
+    p = _Parser(
         prog="python -m tuner.run",
         description="Tune a PyTorch model's hyperparameters. A study that is there already is resumed.",
         epilog="Results go to stdout, progress and messages to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage,"
@@ -116,6 +123,10 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(f"--sampler {args.sampler}: wanted one of {', '.join(SAMPLERS)}")
     if args.pruner not in (None, *PRUNERS):
         raise UsageError(f"--pruner {args.pruner}: wanted one of {', '.join(PRUNERS)}")
+    if args.threshold is not None and args.pruner != "threshold":
+        raise UsageError("--threshold: only --pruner threshold has one; say both, or neither")
+    if args.study_name == "":
+        raise UsageError("--study-name: wanted a name, found an empty text")
     if args.pruner == "threshold" and args.threshold is None:
         raise UsageError("--pruner threshold: also say --threshold VALUE, which no trial may be worse than")
     if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
@@ -279,7 +290,7 @@ def verdict(result: Outcome, signal_number: int, trouble: TunerError | None) -> 
     if trouble is not None:
         print(f"error: {trouble}", file=sys.stderr)
         return trouble.exit_code
-    if result.complete == 0:
+    if result.complete == 0 and result.added:
         print("error: no trial of the study is complete; the reasons are in the list above", file=sys.stderr)
         return 3
     return 0

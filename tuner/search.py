@@ -91,6 +91,7 @@ class Search:
 
     def _loop(self) -> Iterator[Event]:
         waited = False
+        self._end_orphans()
         while True:
             self.interrupt.check()
             # A stack of few lanes costs nearly as much as one of many: new trials come in good company.
@@ -110,9 +111,20 @@ class Search:
 
     def _fill(self) -> Iterator[Event]:
         """Give each free lane a trial, while the budget lasts."""
-        self._refused, self._asked = False, 0
         new: list[Lane] = []
         jobs: list[Job] = []
+        try:
+            yield from self._ask_for(new, jobs)
+        finally:
+            self._storage.reading_paused = False
+        self._storage.flush()
+        self._watch.lap("storage")
+        if new:
+            yield from self._assemble(new, jobs)
+
+    def _ask_for(self, new: list[Lane], jobs: list[Job]) -> Iterator[Event]:
+        """Ask for a trial for each free lane, and append those that can be trained."""
+        self._refused, self._asked = False, 0
         while len(self._lanes) < self.width and self.budget.take():
             try:
                 # What others have finished is read for the first of them: a moment later it is hardly more.
@@ -131,11 +143,6 @@ class Search:
                 yield from self._fail([lane], failure)
             else:
                 new.append(lane)
-        self._storage.reading_paused = False
-        self._storage.flush()
-        self._watch.lap("storage")
-        if new:
-            yield from self._assemble(new, jobs)
 
     def _ask(self) -> Lane:
         started, stored = self._watch.now(), self._storage.seconds
@@ -180,11 +187,13 @@ class Search:
     def _round(self) -> Iterator[Event]:
         """Train all lanes for an epoch, and decide which of them go on."""
         trained: list[Trained] = []
-        for trainer in list(self._trainers):
+        waiting = list(self._trainers)
+        while waiting:
+            trainer = waiting.pop(0)
             results = self._train(trainer)
             if isinstance(results, Failure):
                 lanes = [self._lanes[number] for number in trainer.numbers]
-                del trainer
+                del trainer  # The last one that holds its tensors.
                 yield from self._after_failure(lanes, results)
                 continue
             # Those that a trial has done already are repeated by a smaller stack than the one that failed.
@@ -230,9 +239,9 @@ class Search:
             jobs = [self._spec.job(lane.trial.number, lane.hyperparameters) for lane in part]
             yield from self._assemble(part, jobs)
 
-    def _end(self, lanes: Sequence[Lane], reason: str) -> list[Finished | Notice]:
-        """End trials as failed."""
-        events = self.teller.end([Ending(lane, TrialState.FAIL, reason) for lane in lanes])
+    def _end(self, lanes: Sequence[Lane], reason: str, state: TrialState = TrialState.FAIL) -> list[Finished | Notice]:
+        """End trials without a value."""
+        events = self.teller.end([Ending(lane, state, reason) for lane in lanes])
         for lane, event in zip(lanes, events, strict=True):
             self._count(lane, event)
         return events
@@ -245,7 +254,7 @@ class Search:
 
     def _fail(self, lanes: Sequence[Lane], failure: Failure) -> Iterator[Event]:
         """End trials whose training raised; the run goes on unless that is pointless."""
-        yield from self._end(lanes, failure.reason)
+        yield from self._end(lanes, failure.reason, TrialState.PRUNED if failure.pruned else TrialState.FAIL)
         self._watch.lap("storage")
         if failure.device_lost:
             raise DeviceError(f"{self._task.device} is lost to this process ({failure.reason}); start again to resume")
@@ -257,12 +266,17 @@ class Search:
         limit, study_id = self._storage.total_limit, self.study._study_id
         if limit is None:
             return False
-        for owner in {t.user_attrs.get(WORKER, "") for t in self.study.get_trials(states=(TrialState.RUNNING,))}:
-            if is_gone(owner):
-                self._storage.fail_trials_of(study_id, owner, "its process is gone")
+        self._end_orphans()
         if self._storage.queued_only and not self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             return False
         return self._storage.finished_count(study_id)[0] < limit
+
+    def _end_orphans(self) -> None:
+        """End the trials whose process, on this host, is gone: samplers and budgets would count them as running."""
+        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        for owner in {trial.user_attrs.get(WORKER, "") for trial in running}:
+            if is_gone(owner):
+                self._storage.fail_trials_of(self.study._study_id, owner, "its process is gone")
 
     def _lap(self, part: str, stored: float) -> None:
         """Give the seconds since the last lap to `part`, but those that the storage took to ``storage``."""

@@ -160,12 +160,15 @@ def explore(loaded: LoadedSpec) -> Space:
         study = optuna.create_study(sampler=sampler)
     distributions: dict[str, BaseDistribution] = {}
     samples = []
+    failure: Exception | None = None
     for _ in range(PROBES):
         trial = study.ask()
         try:
             hyperparameters: Any = loaded.spec.space(trial)
         except Exception as error:
-            raise SpecError(f"{loaded.origin}: space() raised {one_line(error)}") from error
+            # Some samples may be ruled out so: their trials fail, or are pruned, in their turn.
+            failure = error
+            continue
         if not isinstance(hyperparameters, dict):
             found = type(hyperparameters).__name__
             raise SpecError(f"{loaded.origin}: space() must return a dictionary; found {found}")
@@ -175,6 +178,9 @@ def explore(loaded: LoadedSpec) -> Space:
             raise SpecError(f"{loaded.origin}: {error}") from error
         samples.append(hyperparameters)
         distributions.update(trial.distributions)
+    if not samples:
+        assert failure is not None
+        raise SpecError(f"{loaded.origin}: space() raised {one_line(failure)}") from failure
     return Space(distributions, samples)
 
 

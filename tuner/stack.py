@@ -18,14 +18,13 @@ from tuner.clock import Stopwatch
 from tuner.data import epoch_order, epoch_seed
 from tuner.device import synchronize
 from tuner.program import Program
-from tuner.train import EVALUATION_BATCH, EpochResult, Job, Task, weighted_mean
+from tuner.train import EVALUATION_BATCH, EpochResult, Job, Task, seed_generators, weighted_mean
 
 
 class Stack:
     """The lanes of some trials. Their batch sizes are one, or each a multiple of the next smaller one."""
 
     def __init__(self, jobs: Sequence[Job], modules: Sequence[nn.Module], program: Program, task: Task) -> None:
-        program.check(modules, [job.loss for job in jobs], [job.seed for job in jobs])
         order = sorted(range(len(jobs)), key=lambda lane: jobs[lane].sgd.batch_size)
         self._jobs = [jobs[lane] for lane in order]
         self._program = program
@@ -36,6 +35,8 @@ class Stack:
         self._trained = [torch.stack(lanes) for lanes in zip(*(t for t, _ in tensors), strict=True)]
         self._fixed = [torch.stack(lanes) for lanes in zip(*(f for _, f in tensors), strict=True)]
         self._momenta = [torch.zeros_like(t) for t in self._trained]
+        # After the tensors have been copied: the comparison uses the modules up.
+        program.check(modules, [job.loss for job in jobs], [job.seed for job in jobs])
         self._settle()
 
     @property
@@ -43,7 +44,7 @@ class Stack:
         return [job.number for job in self._jobs]
 
     def epoch(self, watch: Stopwatch) -> Sequence[EpochResult]:
-        torch.manual_seed(epoch_seed(self._jobs[0].seed, self._epoch))
+        seed_generators(epoch_seed(self._jobs[0].seed, self._epoch))
         train_K = self._train()
         synchronize(self._task.device)
         train_seconds = watch.lap("train")
@@ -99,6 +100,10 @@ class Stack:
         self._momentum_K = self._column([sgd.momentum for sgd in settings])
         self._decay_K = self._column([sgd.weight_decay for sgd in settings])
         self._nesterov_K = self._column([float(sgd.nesterov) for sgd in settings])
+        # Views that every step takes again.
+        self._slices: dict[tuple[int, int], tuple[list[Tensor], ...]] = {}
+        self._steps: dict[tuple[int, int], list[Tensor]] = {}
+        self._constant = all(sgd.schedule == "constant" and not sgd.warmup_epochs for sgd in settings)
         self._plain = not any(sgd.nesterov or (sgd.dampening and sgd.momentum) for sgd in settings)
 
     def _train(self) -> Tensor:
@@ -143,10 +148,15 @@ class Stack:
 
     def _update(self, start: int, stop: int, gradients: Sequence[Tensor], rate_K: Tensor, step: int) -> None:
         """A step of SGD for the lanes from `start` to `stop`, as ``torch.optim.SGD`` takes it for each."""
-        trained = [t[start:stop] for t in self._trained]
-        momenta = [t[start:stop] for t in self._momenta]
-        columns = [_beside(c[start:stop], t) for t in trained for c in (self._momentum_K, self._decay_K, -rate_K)]
-        momentum, decay, rate = columns[::3], columns[1::3], columns[2::3]
+        if (start, stop) not in self._slices:
+            trained, momenta = ([t[start:stop] for t in tensors] for tensors in (self._trained, self._momenta))
+            settings = (self._momentum_K[start:stop], self._decay_K[start:stop])
+            self._slices[start, stop] = (trained, momenta, *([_beside(c, t) for t in trained] for c in settings))
+        trained, momenta, momentum, decay = self._slices[start, stop]
+        if not self._constant or (start, stop) not in self._steps:
+            less_K = -rate_K[start:stop]
+            self._steps[start, stop] = [_beside(less_K, t) for t in trained]
+        rate = self._steps[start, stop]
         if not self._plain:
             self._update_fully(start, stop, gradients, (trained, momenta, momentum, decay, rate), step)
             return

@@ -42,6 +42,7 @@ from tuner.storage_url import (
     cannot_open,
     check_file,
     check_place,
+    identity,
     masked,
     resolve_url,
     sqlite_path,
@@ -144,6 +145,7 @@ class Storage(Transactional):
                 raise _other_schema(url) from None
             if lite:
                 prepare_sqlite(self.engine)
+                self.identity = identity(url)
             else:
                 self.scoped_session = postgres_sessions(self.engine)
         # Nobody has to remember `close`: at the latest it happens when the process ends.

@@ -9,6 +9,7 @@ server commits, the server is asked afterwards whether it did.
 from __future__ import annotations
 
 import functools
+import logging
 import random
 import sqlite3
 import time
@@ -21,9 +22,9 @@ from optuna.distributions import BaseDistribution, check_distribution_compatibil
 from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
 
-from tuner.errors import StorageError
+from tuner.errors import StorageError, StorageLostError
 from tuner.storage_rows import Parameter
-from tuner.storage_url import BUSY_SECONDS, masked, without_secrets
+from tuner.storage_url import BUSY_SECONDS, identity, masked, sqlite_path, without_secrets
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
@@ -37,6 +38,7 @@ _SQLITE_PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PR
 # 57P (the server stops or starts). https://www.postgresql.org/docs/current/errcodes-appendix.html
 _POSTGRES_PASSING = ("40001", "40P01", "55P03", "53300", "08", "57P")
 
+_logger = logging.getLogger(__name__)
 _only_reads = ContextVar("_only_reads", default=False)
 _jitter = random.Random()  # not the global generator: a retry must not change what a user's program draws
 
@@ -60,6 +62,7 @@ def _tried_again(method: Callable[Concatenate[Any, P], R], *, reads: bool) -> Ca
         if reads and not self.inside:
             self.flush()
         started = time.monotonic()
+        full = False
         outermost, self.inside = not self.inside, True
         token = _only_reads.set(reads)
         deadline = started + BUSY_SECONDS
@@ -67,9 +70,14 @@ def _tried_again(method: Callable[Concatenate[Any, P], R], *, reads: bool) -> Ca
         try:
             while True:
                 try:
+                    self.check_still_there()
                     return method(self, *args, **kwargs)
                 except Exception as error:
-                    if not _will_pass(error):
+                    if _is_full(error):
+                        if not full:
+                            _logger.warning("no room on the disk of %s; waiting for some", masked(self.given_url))
+                        full, deadline = True, time.monotonic() + BUSY_SECONDS
+                    elif not _will_pass(error):
                         raise
                     if time.monotonic() + pause > deadline:
                         raise _gave_up(self.given_url, error) from error
@@ -96,6 +104,15 @@ class Transactional(RDBStorage):
     inside = False
     gathering = False
     gathered: list[Parameter]
+    identity: tuple[int, int] | None = None
+
+    def check_still_there(self) -> None:
+        """Raise StorageLostError if the SQLite file was deleted or replaced: SQLite itself would not notice."""
+        if self.identity is not None and identity(self.given_url) != self.identity:
+            raise StorageLostError(
+                f"{sqlite_path(self.given_url)} was deleted or replaced while it was in use; what was written since is"
+                " lost: put the file back from a copy, or start again"
+            )
 
     def flush(self) -> None:
         """Write what has been gathered, before something is read."""
@@ -160,6 +177,14 @@ def _will_pass(error: Exception) -> bool:
     return cause.connection_invalidated or (
         state.startswith(_POSTGRES_PASSING) if state else "Operational" in type(cause).__name__
     )
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether the disk has no room: what was to be written is written when there is some again."""
+    original = getattr(cause_of(error), "orig", None)
+    if isinstance(original, sqlite3.Error):
+        return getattr(original, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
+    return getattr(original, "sqlstate", None) == "53100"
 
 
 def _gave_up(url: str, error: Exception) -> StorageError:

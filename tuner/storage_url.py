@@ -91,6 +91,16 @@ def sqlite_path(url: str) -> Path | None:
     return Path(unquote(url.removeprefix("sqlite:///"))) if url.startswith("sqlite:///") else None
 
 
+def identity(url: str) -> tuple[int, int] | None:
+    """Device and inode of a SQLite file, if it is there."""
+    path = sqlite_path(url)
+    try:
+        found = os.stat(path) if path is not None else None
+    except FileNotFoundError:
+        return None
+    return None if found is None else (found.st_dev, found.st_ino)
+
+
 def masked(url: str) -> str:
     """`url` for people to read: ``***`` in the place of a password."""
     if url.startswith(("sqlite:///", "sqlite+pysqlite:///")):

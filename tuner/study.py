@@ -118,7 +118,9 @@ def read_points(file: Path, space: Space) -> list[dict[str, Any]]:
     """The points of a JSON file (a list of dictionaries, or one), checked against the space. Raises `UsageError`."""
     try:
         points = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UsageError(f"--enqueue {file}: wanted a JSON file; found: {error.strerror}") from error
+    except ValueError as error:
         raise UsageError(f"--enqueue {file}: wanted a JSON list of dictionaries; {error}") from error
     points = points if isinstance(points, list) else [points]
     for point in points:

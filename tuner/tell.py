@@ -77,11 +77,14 @@ class Failure:
     reason: str
     device_lost: bool
     out_of_memory: bool
+    pruned: bool = False
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
         if isinstance(error, TunerError):
             return cls(str(error), False, False)
+        if isinstance(error, optuna.TrialPruned):
+            return cls(f"by the study file: {error}".rstrip(": "), False, False, pruned=True)
         memory, reason = device.is_out_of_memory(error), one_line(error)
         return cls(f"out of memory: {reason}" if memory else reason, device.is_lost(error), memory)
 

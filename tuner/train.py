@@ -7,6 +7,8 @@ decided above. `Lone` is a stack of one lane: the contract of both is `Trainer`.
 from __future__ import annotations
 
 import math
+import random
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -118,9 +120,17 @@ class EpochResult:
     validate_seconds: float
 
 
+def seed_generators(seed: int) -> None:
+    """Seed PyTorch's generators, Python's and NumPy's: a model or a data set may draw from any of them."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % (1 << 32))
+
+
 def build(job: Job, task: Task) -> nn.Module:
     """The trial's network with its initial weights, on the device."""
-    torch.manual_seed(job.seed)
+    seed_generators(job.seed)
     return with_tensor_rates(job.model()).to(task.device)
 
 
@@ -159,7 +169,7 @@ class Lone:
 
     def epoch(self, watch: Stopwatch) -> Sequence[EpochResult]:
         epoch, task = self._epoch, self._task
-        torch.manual_seed(epoch_seed(self._job.seed, epoch))
+        seed_generators(epoch_seed(self._job.seed, epoch))
         train_loss = self._train(epoch)
         synchronize(task.device)
         train_seconds = watch.lap("train")

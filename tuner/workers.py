@@ -171,7 +171,7 @@ def work(assignment: Assignment, index: int, pipe: Connection) -> None:
     # The terminal sends Ctrl-C to every process of the command; the parent decides, and tells by SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdout = sys.stderr  # The command's stdout is for its results.
-    interrupt = Interrupt()
+    interrupt = Interrupt("the command was ended")
     threading.Thread(target=_outlive_nobody, daemon=True).start()
     try:
         with interrupt.listening([signal.SIGTERM]):
