@@ -29,6 +29,7 @@ from tests.study_files import (
     wait_until_gone,
 )
 from tuner.run import main
+from tuner.storage import open_storage
 
 pytest_plugins = "postgres"
 
@@ -247,7 +248,9 @@ def test_commands_share_a_study_on_postgresql(postgres_url: str, tmp_path: Path)
     arguments = ("--study", "tiny.py", "--total-trials", "12", "--storage", postgres_url, "--json")
     done = [finish(p) for p in [start(*arguments, "--workers", str(w), cwd=tmp_path) for w in (1, 2)]]
     assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
-    study = optuna.load_study(study_name="tiny", storage=postgres_url)
-    assert [t.number for t in study.trials] == list(range(len(study.trials)))
-    assert sum(t.state in (TrialState.COMPLETE, TrialState.PRUNED) for t in study.trials) == 12
-    assert not any(t.state == TrialState.RUNNING for t in study.trials)
+    storage = open_storage(postgres_url, create=False)
+    found = optuna.load_study(study_name="tiny", storage=storage).trials
+    storage.close()
+    assert [t.number for t in found] == list(range(len(found)))
+    assert sum(t.state in (TrialState.COMPLETE, TrialState.PRUNED) for t in found) == 12
+    assert not any(t.state == TrialState.RUNNING for t in found)
