@@ -15,14 +15,15 @@ from tuner.device import cores, describe, synchronize
 from tuner.train import Job, Task, build, call
 
 THREAD_FLOPS = 40e6
-"""Floating-point operations of a training step from which a second CPU thread pays. Measured: docs/measurements.md."""
+"""Floating-point operations of a training step from which more than one CPU thread is used. An estimate: two threads
+lose on the default study (1 to 2 MFLOP a step); where they begin to win has not been measured."""
 
 MOST_LANES = 64
 """Wider stacks gained nothing more on a CPU."""
 
 GENERATIONS = 5
 """A search asks for at most this share of its trials at once: what is asked for together cannot learn from each other.
-Measured: docs/measurements.md."""
+An estimate; what it costs at 50 trials is in docs/measurements.md."""
 
 
 @dataclass(frozen=True)
