@@ -328,3 +328,23 @@ def test_optuna_is_quiet_in_a_block_and_as_before_behind_it() -> None:
         assert optuna.logging.get_verbosity() == optuna.logging.INFO
     finally:
         optuna.logging.set_verbosity(before)
+
+
+def test_a_loss_that_is_an_object_is_made_anew_for_each_trial() -> None:
+    """What it remembers of one trial does not reach the next one; a function is taken as it is."""
+
+    class Remembers:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self, output: Any, target: Any) -> Any:
+            self.calls += 1
+            return nn.functional.mse_loss(output, target)
+
+    loss = Remembers()
+    hyperparameters = {"lr": 0.1, "batch_size": 4}
+    parts = {"name": "x", "data": lambda: None, "space": lambda trial: {}, "model": lambda h: nn.Linear(1, 1)}
+    first, second = (StudySpec(**parts, loss=loss).job(n, hyperparameters) for n in range(2))
+    first.loss(torch.zeros(1), torch.zeros(1))
+    assert (first.loss.calls, second.loss.calls, loss.calls) == (1, 0, 0)
+    assert StudySpec(**parts, loss=nn.functional.mse_loss).job(0, hyperparameters).loss is nn.functional.mse_loss

@@ -506,3 +506,27 @@ def test_pythons_and_numpys_generators_are_seeded_too() -> None:
 
     first, second = (train([Lone(job(0, Drawing), task_of())])[0] for _ in range(2))
     assert [r.train_loss for r in first] == [r.train_loss for r in second]
+
+
+class Remembering(nn.Module):
+    """Its output depends on how often it was called, also in evaluation, and no record can repeat it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(12, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        y = self.layer(x) * (1 + 0.001 * self.seen)
+        return y if float(y.detach().sum()) > 0 else 1.1 * y
+
+
+def test_recording_a_network_leaves_no_trace_in_its_trial() -> None:
+    """The first trial of a kind, whose network is looked at most, gives what it gives alone."""
+    jobs = [job(number, Remembering) for number in range(3)]
+    made = Assembler(task_of()).assemble(jobs, 64)
+    assert all(isinstance(trainer, Lone) for trainer in made.trainers)
+    found = train(made.trainers)
+    for one in jobs:
+        alone = train([Lone(one, task_of())])[one.number]
+        assert [r.train_loss for r in found[one.number]] == [r.train_loss for r in alone]

@@ -42,7 +42,7 @@ class Program:
     """
 
     def __init__(self, job: Job, module: nn.Module, task: Task) -> None:
-        self._module = module
+        self._module = copy.deepcopy(module)  # Recording calls it, and may change what it remembers.
         self._task = task
         self.trained, self.fixed = _names(module, job.loss, task)
         inputs_target = sample(task.train, PROBE_EXAMPLES)

@@ -5,6 +5,7 @@ How it is run (device, workers, lanes) is not its business, and never changes wh
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import traceback
@@ -107,9 +108,10 @@ class StudySpec:
         return module
 
     def _loss(self, hyperparameters: Hyperparameters) -> Loss:
-        if required_arguments(self.loss) < 3:
-            return self.loss
-        loss = self.loss
+        # A loss that is an object may remember something: each trial gets its own.
+        loss = self.loss if inspect.isroutine(self.loss) else copy.deepcopy(self.loss)
+        if required_arguments(loss) < 3:
+            return loss
         return lambda output, target: loss(output, target, hyperparameters)
 
 
