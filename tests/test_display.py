@@ -14,7 +14,7 @@ import pytest
 from optuna.trial import TrialState, create_trial
 
 from tuner.display import Display, open_display
-from tuner.progress import clean, duration, readable
+from tuner.progress import Tally, clean, duration, readable
 from tuner.results import EpochDone, Finished, Notice, Started, Summary
 
 COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
@@ -357,3 +357,16 @@ def test_plain_lines_load_neither_rich_nor_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_the_time_left_grows_while_nothing_ends() -> None:
+    """A run that is held up, by a full disk say, does not promise to be done in no time."""
+    tally = Tally("loss", False, 10, Summary())
+    for number in range(5):
+        tally.started(Started(number, {}, "me"), float(number))
+        tally.finished(Finished(number, TrialState.COMPLETE, (1.0,), {}, 1.0, 1, "me"), number + 1.0)
+    assert tally.seconds_left(5.0) == pytest.approx(5.0)
+    assert tally.seconds_left(6.0) == pytest.approx(4.0)
+    held_up = tally.seconds_left(105.0)
+    assert held_up is not None
+    assert held_up > 100

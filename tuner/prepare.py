@@ -143,7 +143,7 @@ def _choose_lanes(
     watch.lap("plan")
     best = best_lanes(timings)
     ways = ", ".join(f"{t.lanes} lanes {timings[0].seconds / t.seconds:.1f}" for t in timings[1:])
-    said = f"lanes: {best}; speed over lone trials: {ways or 'these trials cannot be trained together'}"
+    said = f"lanes: {best}; speed over lone trials: {ways or 'too few of the sampled ones are alike'}"
     return best, [f"{said} ({'measured before' if before else 'measured now'})"]
 
 

@@ -149,4 +149,6 @@ class Tally:
             return None
         # The pace is that of the last end: between two ends of long trials the estimate falls with the clock.
         each = (self.last_end - self.first_start) / count
+        if now - self.last_end > 2 * each * self.widest:  # Something holds it up, and the wait is part of the pace.
+            return (now - self.first_start) / count * (self.goal - count)
         return max(0.0, each * (self.goal - count) - (now - self.last_end))
