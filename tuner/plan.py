@@ -1,7 +1,7 @@
-"""A plan says how a run is executed: device, workers, threads. It never changes what is learned.
+"""A plan says how a run is executed: device, workers, threads, lanes. It changes what is learned by rounding only.
 
-The number of threads follows from the work of one training step, counted and not timed: the same study on the same
-machine always gets the same plan, and so bit-equal results.
+The number of threads follows from the work of one training step, counted and not timed, and the number of lanes is
+measured once and remembered (`tuner.measure`): the same study on the same machine gets the same plan again.
 """
 
 from __future__ import annotations

@@ -59,7 +59,9 @@ class Program:
         return [named[n].detach() for n in self.trained], [named[n].detach() for n in self.fixed]
 
     def check(self, modules: Sequence[nn.Module], losses: Sequence[Loss], seeds: Sequence[int]) -> None:
-        """Compare each lane with its own network, on a few examples: loss, gradient, buffers, evaluation.
+        """Compare each lane with its own network, on a few examples: loss, gradient, buffers.
+
+        Of the evaluation only that it is finite is looked at.
 
         Raises `CannotStack` on any difference that is not rounding, and where a forward pass changes something that is
         no tensor, which a record would not repeat. The modules are used up: their buffers may have changed.
