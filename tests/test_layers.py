@@ -29,6 +29,8 @@ LAYERS = """
     stack
     program
     capture train
+    rewrite
+    listing
     data
     device
     clock dropout interrupt storage_url

@@ -11,31 +11,23 @@ go through ``vmap``, and importing it takes as long as a small study.)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tuner.listing import Form, Listing, NotCapturable, Operation, Size, Slot, function_of, source_of
+from tuner.rewrite import rewrite
 
 SIZES = ((5, 11), (7, 11), (5, 13))
 """(lanes, examples) of the three records: different primes, so that a number follows one of them only on purpose."""
 
 REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 """What such operations give depends on values, which are others at the next call."""
-
-ALIASES = ("aten.detach.default", "aten.alias.default", "aten.lift_fresh.default")
-"""Operations that give their first argument as it is."""
-
-RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.expand.default", "aten.reshape.default")
-"""Operations that change nothing where the shape stays the same."""
-
-
-class NotCapturable(Exception):  # noqa: N818 - no error: it is what a model is like
-    """The function does something that a record cannot repeat; the message says what."""
 
 
 @dataclass(frozen=True)
@@ -50,48 +42,20 @@ class Captured:
     source: str
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """A tensor of the record, by its number: arguments first, then results of operations in order."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class _Size:
-    """A number that is `factor` times the lanes and the examples to these powers."""
-
-    factor: Any
-    lanes: int
-    examples: int
-
-    def __str__(self) -> str:
-        text = repr(self.factor)
-        for name, power in (("K", self.lanes), ("B", self.examples)):
-            text += f" * {name}" * (power > 0) + f" / {name}" * (power < 0)
-        return text
-
-
-@dataclass(frozen=True)
-class _Operation:
-    function: Any
-    args: Any
-    kwargs: Any
-    results: tuple[int | None, ...]
-    single: bool
-    like_input: bool
-
-
 class _Recorder(TorchDispatchMode):
     """Writes down each operation below ``vmap`` and autograd."""
 
     def __init__(self, arguments: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.operations: list[_Operation] = []
+        self.operations: list[Operation] = []
         self.constants: dict[int, Tensor] = {}
-        self._slots = {id(tensor): index for index, tensor in enumerate(arguments)}
+        self.forms: list[Form] = []
+        self._storages: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
         # All of them are kept: the number of a tensor that is gone is given to the next one.
         self._alive: list[Any] = list(arguments)
+        for tensor in arguments:
+            self._place(tensor)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -106,20 +70,28 @@ class _Recorder(TorchDispatchMode):
         results = tree_leaves(result)
         self._alive += [result, *results]
         slots = tuple(self._place(tensor) if isinstance(tensor, Tensor) else None for tensor in results)
-        shapes = [r.shape for r in results if isinstance(r, Tensor)]
-        like_input = bool(args) and isinstance(args[0], Tensor) and shapes == [args[0].shape]
-        self.operations.append(_Operation(func, written[0], written[1], slots, isinstance(result, Tensor), like_input))
+        self.operations.append(Operation(func, written[0], written[1], slots, isinstance(result, Tensor)))
         return result
 
-    def slot_of(self, tensor: Tensor) -> _Slot:
+    def slot_of(self, tensor: Tensor) -> Slot:
         """The slot of a tensor; one that nobody has made here is a constant."""
         if id(tensor) not in self._slots:
             self.constants[self._place(tensor)] = tensor
             self._alive.append(tensor)
-        return _Slot(self._slots[id(tensor)])
+        return Slot(self._slots[id(tensor)])
 
     def _place(self, tensor: Tensor) -> int:
+        if id(tensor) not in self._slots:
+            self._note(tensor)
         return self._slots.setdefault(id(tensor), len(self._slots))
+
+    def _note(self, tensor: Tensor) -> None:
+        """Write down the form of the next slot's tensor."""
+        memory = tensor.untyped_storage()
+        storage = self._storages.setdefault(memory._cdata, len(self._storages))
+        whole = memory.nbytes() == tensor.numel() * tensor.element_size()
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        self.forms.append(Form((shape,), (stride,), tensor.dtype, tensor.device, storage, whole))
 
 
 def capture(function: Callable[..., Any], arguments: Callable[[int, int], Sequence[Tensor]], examples: int) -> Captured:
@@ -140,23 +112,25 @@ def capture(function: Callable[..., Any], arguments: Callable[[int, int], Sequen
             results = tree_leaves(function(*given))
         if not all(isinstance(result, Tensor) for result in results):
             raise NotCapturable("it returns something that is no tensor")
-        records.append((recorder.operations, [recorder.slot_of(r) for r in results], recorder.constants))
-    operations = _merge([record[0] for record in records])
-    constants = _same_constants([record[2] for record in records])
-    count = len(given)
-    for _, results, _ in records:
-        if results != records[0][1]:
-            raise NotCapturable("it returns other tensors at other sizes")
-    source = _source(operations, records[0][1], count, examples, set(constants))
-    namespace: dict[str, Any] = {f"f{i}": operation.function for i, operation in enumerate(operations)}
-    namespace |= {f"c{slot}": tensor for slot, tensor in constants.items()}
-    namespace |= {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
-    exec(compile(source, "<tuner.capture>", "exec"), namespace)
-    random = any(torch.Tag.nondeterministic_seeded in operation.function.tags for operation in operations)
-    return Captured(namespace["run"], random, source)
+        records.append((recorder, [recorder.slot_of(result).index for result in results]))
+    if any(slots != records[0][1] for _, slots in records):
+        raise NotCapturable("it returns other tensors at other sizes")
+    recorders = [recorder for recorder, _ in records]
+    listing = Listing(
+        operations=_merge([recorder.operations for recorder in recorders]),
+        results=records[0][1],
+        arguments=len(given),
+        examples=examples,
+        constants=_same_constants([recorder.constants for recorder in recorders]),
+        forms=_same_forms([recorder.forms for recorder in recorders]),
+    )
+    random = any(operation.draws for operation in listing.operations)
+    listing = rewrite(listing)
+    source = source_of(listing)
+    return Captured(function_of(listing, source), random, source)
 
 
-def _merge(records: Sequence[Sequence[_Operation]]) -> list[_Operation]:
+def _merge(records: Sequence[Sequence[Operation]]) -> list[Operation]:
     """One list of operations for all sizes."""
     first = records[0]
     if any([o.function for o in record] != [o.function for o in first] for record in records):
@@ -166,9 +140,8 @@ def _merge(records: Sequence[Sequence[_Operation]]) -> list[_Operation]:
         if any(o.results != operations[0].results for o in operations):
             raise NotCapturable(f"{operations[0].function} gives other results at other sizes")
         args, kwargs = (_general([getattr(o, name) for o in operations]) for name in ("args", "kwargs"))
-        like_input = all(o.like_input for o in operations)
         one = operations[0]
-        merged.append(_Operation(one.function, args, kwargs, one.results, one.single, like_input))
+        merged.append(Operation(one.function, args, kwargs, one.results, one.single))
     return merged
 
 
@@ -192,7 +165,7 @@ def _general(values: Sequence[Any]) -> Any:
         if factor != int(factor):
             raise NotCapturable(f"a size of {one} does not follow the numbers of lanes and examples")
         factor = int(factor)
-    return _Size(factor, *powers)
+    return Size(factor, *powers)
 
 
 def _power(value: float, other: float, size: int, other_size: int) -> int:
@@ -215,83 +188,13 @@ def _same_constants(records: Sequence[Mapping[int, Tensor]]) -> Mapping[int, Ten
     return first
 
 
-def _source(
-    operations: Sequence[_Operation], results: Sequence[_Slot], arguments: int, examples: int, constants: set[int]
-) -> str:
-    """The record as a Python function that lets go of each tensor after its last use."""
-    alias = _aliases(operations)
-    named = [alias.get(slot.index, slot.index) for slot in results]
-    kept = _needed(operations, named, alias)
-    last_use = {slot: at for at, index in enumerate(kept) for slot in _inputs(operations[index], alias)}
-    lasting = {*range(arguments), *constants, *named}
-
-    def text(value: Any) -> str:
-        return _text(value, alias, constants)
-
-    lines = [f"def run({', '.join(f't{i}' for i in range(arguments))}):"]
-    lines.append(f"    K, B = t0.shape[0], t{examples}.shape[0]")
-    for at, index in enumerate(kept):
-        o = operations[index]
-        call = ", ".join([*map(text, o.args), *(f"{name}={text(value)}" for name, value in o.kwargs.items())])
-        names = ["_" if slot is None else f"t{slot}" for slot in o.results]
-        left = names[0] if o.single else f"[{', '.join(names)}]" if names else "_"
-        lines.append(f"    {left} = f{index}({call})")
-        gone = [slot for slot, use in last_use.items() if use == at and slot not in lasting]
-        gone += [slot for slot in o.results if slot is not None and slot not in last_use and slot not in lasting]
-        if gone:
-            lines.append(f"    del {', '.join(f't{slot}' for slot in sorted(set(gone)))}")
-    lines.append(f"    return [{', '.join(text(_Slot(slot)) for slot in named)}]")
-    return "\n".join(lines)
-
-
-def _aliases(operations: Sequence[_Operation]) -> dict[int, int]:
-    """Results that an operation's first argument may stand for; none where something is written into."""
-    alias: dict[int, int] = {}
-    if any(o.function._schema.is_mutable for o in operations):
-        return alias
-    for o in operations:
-        name = str(o.function)
-        same = name in ALIASES or (
-            o.like_input and (name in RESHAPES or (name == "aten.mul.Scalar" and o.args[1] == 1))
-        )
-        if same and isinstance(o.args[0], _Slot) and o.results[0] is not None:
-            alias[o.results[0]] = alias.get(o.args[0].index, o.args[0].index)
-    return alias
-
-
-def _needed(operations: Sequence[_Operation], named: Sequence[int], alias: Mapping[int, int]) -> list[int]:
-    """Which operations the results depend on, those that write, and those that draw random numbers."""
-    wanted, kept = set(named), []
-    for index in reversed(range(len(operations))):
-        o = operations[index]
-        if o.results and o.results[0] in alias:
-            continue
-        acts = o.function._schema.is_mutable or torch.Tag.nondeterministic_seeded in o.function.tags
-        if acts or not wanted.isdisjoint(o.results):
-            kept.append(index)
-            wanted.update(_inputs(o, alias))
-    return kept[::-1]
-
-
-def _inputs(operation: _Operation, alias: Mapping[int, int]) -> list[int]:
-    leaves = tree_flatten((operation.args, operation.kwargs), is_leaf=lambda value: isinstance(value, (_Slot, _Size)))[
-        0
-    ]
-    return [alias.get(leaf.index, leaf.index) for leaf in leaves if isinstance(leaf, _Slot)]
-
-
-def _text(value: Any, alias: Mapping[int, int], constants: set[int]) -> str:
-    """An argument as Python."""
-    if isinstance(value, _Slot):
-        slot = alias.get(value.index, value.index)
-        return f"c{slot}" if slot in constants else f"t{slot}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_text(item, alias, constants) for item in value)}]"
-    if isinstance(value, _Size):
-        return str(value)
-    if value is None or isinstance(value, (bool, int, float, str, *_TORCH_VALUES)):
-        return repr(value)
-    raise NotCapturable(f"an operation takes a {type(value).__name__}")
-
-
-_TORCH_VALUES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+def _same_forms(records: Sequence[Sequence[Form]]) -> Mapping[int, Form]:
+    forms = {}
+    for slot, one in enumerate(zip(*records, strict=True)):
+        first = one[0]
+        if any((form.dtype, form.device, form.storage) != (first.dtype, first.device, first.storage) for form in one):
+            raise NotCapturable("its tensors share other memory at other sizes")
+        shapes, strides = tuple(form.shapes[0] for form in one), tuple(form.strides[0] for form in one)
+        whole = all(form.whole for form in one)
+        forms[slot] = replace(first, shapes=shapes, strides=strides, whole=whole)
+    return forms

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from tuner.capture import Captured, NotCapturable, capture
+from tuner.capture import Captured, capture
 from tuner.data import Batch, Source
 from tuner.device import widest
+from tuner.listing import NotCapturable
 from tuner.train import Job, Loss, Task, call, seed_generators
 
 TOLERANCE = 1e-4
