@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tuner"
 
 LAYERS = """
     run compare report best dashboard check __main__
-    outcome
+    outcome options
     workers engines
     assignment
     search objective figures display prepare

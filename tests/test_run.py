@@ -126,7 +126,7 @@ def test_an_interrupted_run_ends_its_trial_and_says_how_to_resume(
 ) -> None:
     """Ctrl-C or SIGTERM: gone within seconds, the trial failed with a reason, exit code 130 or 143, results printed."""
     storage = slow(tmp_path)
-    process = start("--study", "tiny.py", "--n-trials", "9", cwd=tmp_path)
+    process = start("--study", "tiny.py", "--n-trials", "9", "--workers", "1", cwd=tmp_path)
     wait_for(lambda: len(running(storage)) == 1, process)
     time.sleep(0.5)
     began = time.monotonic()

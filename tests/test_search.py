@@ -423,7 +423,7 @@ FAILS_AFTER_THE_PROBE = {
 def test_ten_failures_in_a_row_stop_the_run_with_their_cause(tune: Tune, tmp_path: Path) -> None:
     """Exit code 1, one line, ten failed trials and no more."""
     study_file(tmp_path, **FAILS_AFTER_THE_PROBE)
-    ran = tune("--n-trials", 40, "--lanes", 1)
+    ran = tune("--n-trials", 40, "--lanes", 1, "--workers", 1)
     assert ran.code == 1
     assert states(tmp_path / "tuner.db") == ["FAIL"] * 10
     last = ran.err.splitlines()[-1]
@@ -433,7 +433,7 @@ def test_ten_failures_in_a_row_stop_the_run_with_their_cause(tune: Tune, tmp_pat
 def test_a_run_without_a_complete_trial_says_so(tune: Tune, tmp_path: Path) -> None:
     """Exit code 3."""
     study_file(tmp_path, **FAILS_AFTER_THE_PROBE)
-    ran = tune("--n-trials", 3)
+    ran = tune("--n-trials", 3, "--workers", 1)
     assert ran.code == 3
     assert states(tmp_path / "tuner.db") == ["FAIL"] * 3
     assert "no trial of the study is complete" in ran.err.splitlines()[-1]
@@ -628,7 +628,7 @@ def test_the_first_lines_say_what_happens_where(tune: Tune, tmp_path: Path) -> N
     assert first[1].startswith("device   cpu ")
     assert "1 worker, 1 lane, 1 thread" in first[1]
     assert first[2] == "search   tpe sampler, median pruner, 2 trials to add"
-    again = tune("--n-trials", 1, "--threads", 1).err.splitlines()
+    again = tune("--n-trials", 1, "--threads", 1, "--workers", 1, "--lanes", 1).err.splitlines()
     assert "resumed, 2 complete, 0 pruned, 0 failed; best validation loss" in again[0]
     assert "1 thread (as asked for)" in again[1]
     assert again[2].endswith("1 trial to add")

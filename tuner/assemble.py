@@ -16,6 +16,9 @@ MIXED_LANES = 4
 """Where groups of one batch size would have fewer lanes than this, on average, batch sizes are mixed in one stack.
 Measured: docs/measurements.md."""
 
+LEAST_LANES = 4
+"""Recording a kind of network takes as long as training some: fewer trials of a kind, among others, stay alone."""
+
 
 @dataclass
 class Assembly:
@@ -48,7 +51,10 @@ class Assembler:
             kinds.setdefault(kind, []).append((job, module))
         self._say_why_apart(kinds, made)
         for kind, members in kinds.items():
-            program = self._program(kind, *members[0], made) if len(members) > 1 else None
+            enough = len(members) >= min(LEAST_LANES, max(2, len(jobs) // 8)) or (
+                kind in self._programs and len(members) > 1
+            )
+            program = self._program(kind, *members[0], made) if enough else None
             for group in _groups(members, program, lanes):
                 made.trainers += self._train_together(kind, group, program, made)
         return made

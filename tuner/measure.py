@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_map
 from tuner.assemble import Assembler
 from tuner.clock import Stopwatch
 from tuner.data import Resident
-from tuner.device import cores, describe
-from tuner.train import Job, Lone, Task, Trainer
+from tuner.device import cores, describe, is_lost
+from tuner.plan import MANY_TRIALS, THREAD_FLOPS, Scope, Timing
+from tuner.train import Job, Task, Trainer
 
 EXAMPLES = 512
 """Trials are timed on this many examples at most: two steps of the largest usual batch."""
@@ -30,52 +31,101 @@ EXAMPLES = 512
 LONE_JOBS = 8
 """So many trials are timed alone."""
 
-SECONDS = 0.2
+SECONDS = 0.1
 """Each way is timed for this long, after it has run once."""
 
-GAIN = 1.1
-"""A stack must be this much faster than lone trials to be worth what can go wrong."""
+LONGEST_WAY = 1.0
+"""A way is not timed to its end if it takes longer than this."""
+
+MEASURED = 2
+"""Counted up when stacks change so much that what was measured says nothing any more."""
+
+SHARE = 0.05
+"""Measuring stops when it has taken this share of what the goal would take by lone trials."""
+
+MOST_SECONDS = 5.0
+"""And at the latest after this time."""
 
 
-@dataclass(frozen=True)
-class Timing:
-    """One way to train the sampled trials: seconds per trial and pass over the timed examples."""
+def time_ways(task: Task, jobs: Sequence[Job], scope: Scope, known: Sequence[Timing]) -> list[Timing]:
+    """Time the ways that `scope` allows and that are not `known`: lone trials, stacks of each width, more threads.
 
-    lanes: int
-    seconds: float
-    stacked: int
+    Returns all timings, the known ones first. More threads are tried with lone trials and with the best width. A way
+    that fails is left out; the time that all this may take follows from how long lone trials would take for the goal.
+    """
+    bench = _Bench(task, jobs, list(known))
+    fewest, most = min(scope.threads), max(scope.threads)
+    try:
+        start = time.perf_counter()
+        lone = bench.time(1, fewest)
+        allowed = MOST_SECONDS
+        if lone is not None:
+            goal = (scope.goal or MANY_TRIALS) * task.epochs * lone.seconds
+            allowed = min(allowed, SHARE * goal)
+        widths = [width for width in scope.lanes if 1 < width <= max(scope.widest(1), min(scope.lanes))]
+        ways = [(width, fewest) for width in sorted(widths, reverse=True)]
+        if 1 in scope.lanes and scope.step_flops > THREAD_FLOPS:
+            ways.append((1, most))
+        for lanes, threads in ways:
+            if time.perf_counter() - start > allowed:
+                return bench.timings
+            bench.time(lanes, threads)
+        best = min((t for t in bench.timings if t.lanes in (1, *widths)), key=lambda t: t.seconds, default=None)
+        if best is not None and best.lanes * scope.step_flops > THREAD_FLOPS:
+            bench.time(best.lanes, most)
+        return bench.timings
+    finally:
+        torch.set_num_threads(fewest)
 
 
-def time_lanes(task: Task, jobs: Sequence[Job], widths: Sequence[int]) -> list[Timing]:
-    """Time lone trials, then stacks of each width; a way that fails is left out."""
-    small = _head(task)
-    timings = [Timing(1, _seconds([Lone(job, small) for job in jobs[:LONE_JOBS]]) / len(jobs[:LONE_JOBS]), 0)]
-    assembler = Assembler(small)
-    for width in widths:
-        some = [replace(jobs[i % len(jobs)], number=i) for i in range(width)]
-        made = assembler.assemble(some, width)
-        if made.errors:
-            continue
-        stacked = sum(len(t.numbers) for t in made.trainers if len(t.numbers) > 1)
-        if stacked > width // 2:
-            timings.append(Timing(width, _seconds(made.trainers) / width, stacked))
-    return timings
+@dataclass
+class _Bench:
+    """Times ways on the first examples of a task, each once."""
+
+    task: Task
+    jobs: Sequence[Job]
+    timings: list[Timing]
+
+    def __post_init__(self) -> None:
+        self._small = _head(self.task)
+        # From seconds for these few examples to seconds for an epoch.
+        self._scale = self.task.train.size / self._small.train.size
+        self._assembler = Assembler(self._small)
+
+    def time(self, lanes: int, threads: int) -> Timing | None:
+        for timing in self.timings:
+            if (timing.lanes, timing.threads) == (lanes, threads):
+                return timing
+        torch.set_num_threads(threads)
+        count = lanes if lanes > 1 else min(LONE_JOBS, len(self.jobs))
+        some = [replace(self.jobs[i % len(self.jobs)], number=i) for i in range(count)]
+        made = self._assembler.assemble(some, lanes)
+        stacked = sum(len(trainer.numbers) for trainer in made.trainers if len(trainer.numbers) > 1)
+        if made.errors or (lanes > 1 and stacked <= lanes // 2):
+            return None
+        try:
+            timing = Timing(lanes, threads, _seconds(made.trainers) * self._scale, stacked)
+        except Exception as error:
+            if is_lost(error):
+                raise
+            return None  # Too wide for this device's memory, or a trial that fails: the search will say so.
+        self.timings.append(timing)
+        return timing
 
 
-def best_lanes(timings: Sequence[Timing]) -> int:
-    """The number of lanes that trains a trial in the least time, if it gains enough over lone trials."""
-    alone = timings[0].seconds
-    fastest = min(timings, key=lambda timing: timing.seconds)
-    return fastest.lanes if fastest.seconds * GAIN < alone else 1
+def remembered(key: str, measure: Callable[[Sequence[Timing]], Sequence[Timing]]) -> tuple[list[Timing], bool]:
+    """The timings for `key`, those that were made here before and are given to `measure` among them.
 
-
-def remembered(key: str, measure: Callable[[], Sequence[Timing]]) -> tuple[list[Timing], bool]:
-    """The timings that were made here for `key` before, or those made now; and whether they are from before."""
+    Also says whether nothing had to be measured.
+    """
     path = _cache_folder() / f"plan-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     try:
-        return [Timing(**row) for row in json.loads(path.read_text(encoding="utf-8"))], True
+        before = [Timing(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError):
-        timings = list(measure())
+        before = []
+    timings = list(measure(before))
+    if len(timings) == len(before):
+        return timings, True
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as stream:
@@ -86,9 +136,9 @@ def remembered(key: str, measure: Callable[[], Sequence[Timing]]) -> tuple[list[
     return timings, False
 
 
-def machine(device: torch.device, threads: int) -> str:
+def machine(device: torch.device) -> str:
     """What a timing depends on, besides the study."""
-    return f"{platform.node()} {describe(device)} {cores()} cores {threads} threads torch {torch.__version__}"
+    return f"{platform.node()} {describe(device)} {cores()} cores torch {torch.__version__} tuner {MEASURED}"
 
 
 def _cache_folder() -> Path:
@@ -104,15 +154,19 @@ def _head(task: Task) -> Task:
 
 
 def _seconds(trainers: Sequence[Trainer]) -> float:
-    """The quickest of some rounds of all trainers' epochs."""
-    best = float("inf")
+    """Seconds per trial and epoch: the quickest of some rounds of all trainers, or what was done until it took long."""
     watch = Stopwatch()
-    for trainer in trainers:
-        trainer.epoch(watch)
-    end = time.perf_counter() + SECONDS
-    while best == float("inf") or time.perf_counter() < end:
-        start = time.perf_counter()
+    begin = time.perf_counter()
+    best, rounds = float("inf"), 0
+    while rounds < 2 or time.perf_counter() - begin < SECONDS:
+        start, lanes = time.perf_counter(), 0
         for trainer in trainers:
             trainer.epoch(watch)
-        best = min(best, time.perf_counter() - start)
+            lanes += len(trainer.numbers)
+            now = time.perf_counter()
+            if now - begin > LONGEST_WAY:
+                return min(best, (now - start) / lanes)
+        # The first round is slower: memory is taken, kernels are chosen.
+        best = min(best, (now - start) / lanes) if rounds else best
+        rounds += 1
     return best

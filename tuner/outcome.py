@@ -105,6 +105,37 @@ def first_lines(
         yield f"note     {note}"
 
 
+def plan_rows(ready: Prepared) -> list[dict[str, Any]]:
+    """What was timed, the quickest way first: lanes, threads, trial-epochs per second of a worker, those in stacks."""
+    timings = sorted(ready.timings, key=lambda timing: timing.seconds)
+    return [
+        {
+            "lanes": timing.lanes,
+            "threads": timing.threads,
+            "trial_epochs_per_second": 1 / timing.seconds,
+            "in_stacks": timing.stacked,
+        }
+        for timing in timings
+    ]
+
+
+def plan_as_json(ready: Prepared) -> str:
+    """The plan and what was timed as one JSON document."""
+    plan = ready.plan
+    chosen = {"device": str(plan.device), "workers": plan.workers, "threads": plan.threads, "lanes": plan.lanes}
+    return json.dumps({"plan": chosen, "measured": plan_rows(ready)}, indent=2)
+
+
+def plan_as_text(ready: Prepared) -> str:
+    """The plan and what was timed as a table."""
+    lines = [f"plan     {ready.plan.text}", "", "lanes  threads  trial-epochs/s of a worker  lanes in stacks"]
+    for row in plan_rows(ready):
+        lines.append(
+            f"{row['lanes']:5}  {row['threads']:7}  {row['trial_epochs_per_second']:26.0f}  {row['in_stacks']:15}"
+        )
+    return "\n".join(lines if ready.timings else lines[:1])
+
+
 def measure(ready: Prepared, run: Assignment, opened: OpenedStudy, ledger: Ledger, total: int | None) -> Outcome:
     """Read the study once more and add up the run."""
     trials = opened.study.get_trials(deepcopy=False)

@@ -1,29 +1,47 @@
 """A plan says how a run is executed: device, workers, threads, lanes. It changes what is learned by rounding only.
 
-The number of threads follows from the work of one training step, counted and not timed, and the number of lanes is
-measured once and remembered (`tuner.measure`): the same study on the same machine gets the same plan again.
+What the plan follows from is measured once and remembered (`tuner.measure`): the same study on the same machine gets
+the same plan again. Workers cost a start each, so how much there is to do is a part of the choice.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from tuner.device import cores, describe, synchronize
+from tuner.device import describe, synchronize
 from tuner.train import Job, Task, build, call
 
-THREAD_FLOPS = 40e6
-"""Floating-point operations of a training step from which more than one CPU thread is used. An estimate: two threads
-lose on the default study (1 to 2 MFLOP a step); where they begin to win has not been measured."""
+WIDTHS = (4, 8, 16, 32, 64)
+"""Stacks that are timed; wider ones gained nothing more on a CPU."""
 
-MOST_LANES = 64
-"""Wider stacks gained nothing more on a CPU."""
+DEVICE_WIDTHS = (128, 256)
+"""Those that are timed on an accelerator besides."""
 
 GENERATIONS = 5
-"""A search asks for at most this share of its trials at once: what is asked for together cannot learn from each other.
-An estimate; what it costs at 50 trials is in docs/measurements.md."""
+"""A search that learns asks for at most this share of its trials at once: what is asked for together cannot learn from
+each other. What it costs at 50 trials is in docs/measurements.md."""
+
+GAIN = 1.1
+"""A stack must be this much faster than lone trials, and more workers than one, to be worth what can go wrong."""
+
+THREADS_GAIN = 1.3
+"""The same for more than one thread: where another program takes a core, threads that wait for each other stand still.
+Measured: docs/measurements.md."""
+
+THREAD_FLOPS = 10e6
+"""Floating-point operations of a step, of all lanes together, from which more than one thread is tried. An estimate."""
+
+WORKER_SHARE = 0.85
+"""Each of several workers on as many cores is this fast, against one that has the machine for itself. Measured:
+docs/measurements.md."""
+
+MANY_TRIALS = 1000
+"""So many are assumed where no number was given."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +63,86 @@ class Plan:
         return f"{describe(self.device)}, {workers}, {lanes}, {threads} ({self.why})"
 
 
-def choose_threads(device: torch.device, workers: int, step_flops: float) -> tuple[int, str]:
-    """CPU threads for each worker with training steps of `step_flops` operations, and why."""
-    available = max(1, cores() // workers)
-    if device.type != "cpu":
-        return 1, "the device works, the CPU only feeds it"
-    if available == 1:
-        return 1, f"{cores()} core{'s' if cores() > 1 else ''} for {workers} worker{'s' if workers > 1 else ''}"
-    if step_flops < THREAD_FLOPS:
-        return 1, f"steps of {step_flops / 1e6:.0f} MFLOP are too small for more"
-    return available, f"steps of {step_flops / 1e6:.0f} MFLOP"
+@dataclass(frozen=True)
+class Timing:
+    """One way to train: `seconds` of one worker per trial and epoch, with so many lanes and CPU threads.
+
+    `stacked` is how many of the lanes were in stacks.
+    """
+
+    lanes: int
+    threads: int
+    seconds: float
+    stacked: int = 0
 
 
-def widest_search(goal: int | None, workers: int) -> int:
-    """The most lanes that leave the sampler enough generations to learn from, with `goal` trials for all workers."""
-    return MOST_LANES if goal is None else max(1, min(MOST_LANES, goal // (GENERATIONS * workers)))
+@dataclass(frozen=True)
+class Scope:
+    """What a plan may choose from, and how much there is to do.
+
+    `goal` is the number of trials (None: nobody knows), `epochs` of each; `workers`, `threads` and `lanes` are those
+    that are allowed, and `learning` says whether the sampler learns from earlier trials. `start` is how long a worker
+    takes to start, in seconds, and `step_flops` the floating-point operations of a lone trial's step.
+    """
+
+    goal: int | None
+    epochs: int
+    workers: Sequence[int]
+    threads: Sequence[int]
+    lanes: Sequence[int]
+    learning: bool
+    start: float
+    step_flops: float
+
+    def widest(self, workers: int) -> int:
+        """The most lanes that leave a sampler that learns enough generations, with the goal shared by `workers`."""
+        if self.goal is None:
+            return max(self.lanes)
+        return max(1, min(max(self.lanes), self.goal // ((GENERATIONS if self.learning else 1) * workers)))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan's numbers, and the seconds that the whole goal is expected to take with them, pruning left aside."""
+
+    workers: int
+    threads: int
+    lanes: int
+    seconds: float
+
+
+def choose(timings: Sequence[Timing], scope: Scope) -> Choice:
+    """The quickest of the ways that were timed; a more complicated one must be quicker by some factor."""
+
+    def cost(way: Choice) -> float:
+        several = [(way.workers > min(scope.workers), GAIN), (way.lanes > 1, GAIN), (way.threads > 1, THREADS_GAIN)]
+        return way.seconds * math.prod(factor for is_so, factor in several if is_so)
+
+    return min(choices(timings, scope), key=cost)
+
+
+def choices(timings: Sequence[Timing], scope: Scope) -> Iterator[Choice]:
+    """All ways to do the goal, as far as they were timed."""
+    work = (scope.goal or MANY_TRIALS) * scope.epochs
+    widths = sorted({timing.lanes for timing in timings if timing.lanes > 1})
+    for workers in scope.workers:
+        widest = scope.widest(workers)
+        for timing in timings:
+            lanes, threads = timing.lanes, timing.threads
+            if (
+                lanes not in scope.lanes
+                or threads not in scope.threads
+                or (workers > 1 and threads > min(scope.threads))
+            ):
+                continue
+            if len(scope.lanes) > 1:
+                if lanes > widest:
+                    continue
+                # A stack wider than the one that was timed is no slower.
+                wider = [width for width in widths if lanes < width <= widest]
+                lanes = widest if lanes > 1 and not wider else lanes
+            seconds = work * timing.seconds / (workers * WORKER_SHARE if workers > 1 else 1.0)
+            yield Choice(workers, threads, lanes, seconds + (scope.start if workers > 1 else 0.0))
 
 
 def try_step(job: Job, task: Task) -> float:

@@ -11,10 +11,11 @@ import torch
 
 from tuner.clock import Stopwatch
 from tuner.data import Data, prepare
-from tuner.device import choose, is_lost, keep_host_memory
+from tuner.device import choose as choose_device
+from tuner.device import cores, is_lost, keep_host_memory
 from tuner.errors import SpecError, TunerError, UsageError
-from tuner.measure import best_lanes, machine, remembered, time_lanes
-from tuner.plan import Plan, choose_threads, try_step, widest_search
+from tuner.measure import machine, remembered, time_ways
+from tuner.plan import DEVICE_WIDTHS, WIDTHS, Plan, Scope, Timing, choose, try_step
 from tuner.results import Target
 from tuner.samplers import grid_cells
 from tuner.spec import LoadedSpec, Space, explore, one_line
@@ -27,6 +28,9 @@ DEFAULT_PRUNER = "median"
 ATTEMPTS = 3
 """So many samples are tried before a model is said not to work: one sample may be bad luck."""
 
+WORTH_STARTS = 10
+"""More than one worker is worth it in a run that lasts this many times as long as a worker takes to start."""
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -37,21 +41,37 @@ class Prepared:
     target: Target
     data: Data
     plan: Plan
+    timings: tuple[Timing, ...]
     url: str
     pruner: str
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the command line says of the plan; None is for the plan to choose.
+
+    `goal` is the number of trials to come, None where nobody knows, and `timeout` the seconds they have; `learning`
+    says whether what is sampled depends on trials that have ended; `repeatable` that the same command must sample the
+    same again.
+    """
+
+    device: str
+    workers: int | None
+    threads: int | None
+    lanes: int | None
+    goal: int | None
+    timeout: float | None
+    learning: bool
+    repeatable: bool
 
 
 def prepare_run(
     study: str,
     storage: str | None,
     objectives: Sequence[str] | None,
-    device_name: str,
-    threads: int | None,
-    workers: int,
-    lanes: str,
-    goal: int | None,
     pruner: str | None,
+    wishes: Wishes,
     watch: Stopwatch,
 ) -> Prepared:
     """Load and try everything. Raises `UsageError` with what was wanted, what was found and what to do."""
@@ -64,9 +84,10 @@ def prepare_run(
         raise UsageError(
             f"--pruner {pruner}: Optuna prunes no trial of a study with several objectives; say --pruner none"
         )
-    # The parent of several workers leaves the device to them, and reads the data only to know their digest.
-    choice = choose(device_name, touch=workers == 1)
-    home = choice.device if workers == 1 else choose("cpu").device
+    # The parent of several workers leaves an accelerator to them, and reads the data only to know their digest.
+    single = wishes.workers in (None, 1)
+    choice = choose_device(wishes.device, touch=single)
+    home = choice.device if single else choose_device("cpu").device
     watch.lap("start")
     try:
         splits = loaded.spec.data()
@@ -77,17 +98,16 @@ def prepare_run(
     data = prepare(splits, home, loaded.origin)
     watch.lap("data")
     flops = _try_model(loaded, space, data, home)
-    count, why = (threads, "as asked for") if threads is not None else choose_threads(choice.device, workers, flops)
-    torch.set_num_threads(count)
-    width, measured = _choose_lanes(loaded, space, data, home, lanes, count, widest_search(goal, workers), watch)
-    plan = Plan(choice.device, workers, count, width, why)
+    keep_host_memory()
     watch.lap("start")
-    notes = [f"device: {choice.device}, {choice.why}", *data.notes, *measured]
+    plan, timings, said = _make_plan(loaded, space, data, choice.device, home, flops, wishes, watch)
+    torch.set_num_threads(plan.threads)
+    watch.lap("plan")
+    notes = [f"device: {choice.device}, {choice.why}", *data.notes, *said]
     if several:
         notes.append("several objectives: no trial is pruned, and no learning curves are kept")
-    return Prepared(
-        loaded, space, target, data, plan, url, "none" if several else pruner or DEFAULT_PRUNER, tuple(notes)
-    )
+    pruner = "none" if several else pruner or DEFAULT_PRUNER
+    return Prepared(loaded, space, target, data, plan, timings, url, pruner, tuple(notes))
 
 
 def open_prepared(ready: Prepared, study_name: str | None, points: Path | None, *, grid: bool) -> OpenedStudy:
@@ -119,35 +139,66 @@ def weights_folder(url: str, asked: str | None) -> Path:
     return path.with_name(f"{path.stem}-weights") if path is not None else Path("tuner-weights").absolute()
 
 
-def _choose_lanes(
+def _make_plan(
     loaded: LoadedSpec,
     space: Space,
     data: Data,
     device: torch.device,
-    asked: str,
-    threads: int,
-    limit: int,
+    home: torch.device,
+    step_flops: float,
+    wishes: Wishes,
     watch: Stopwatch,
-) -> tuple[int, list[str]]:
-    """How many trials a worker trains at a time, as asked for or as measured, and what to say of it."""
-    if asked != "auto":
-        return int(asked), []
-    keep_host_memory()
-    watch.lap("start")
-    widths = [width for width in (8, 16, 64) if width < limit] + [limit]
+) -> tuple[Plan, tuple[Timing, ...], list[str]]:
+    """The plan as asked for and as measured, what was measured, and what to say of it."""
+    on_cpu = device.type == "cpu"
+    most = cores() if on_cpu else 1
+    start = watch.totals.get("start", 0.0) + watch.totals.get("data", 0.0)
+    # What several workers sample comes in an order that nobody repeats: not where the same is wanted again.
+    single = not on_cpu or wishes.repeatable or (wishes.timeout is not None and wishes.timeout < WORTH_STARTS * start)
+    workers = [wishes.workers or 1] if wishes.workers or single else sorted({1, most})
+    room = max(1, most // max(wishes.workers or 1, 1))
+    scope = Scope(
+        goal=wishes.goal,
+        epochs=loaded.spec.epochs,
+        workers=workers,
+        threads=[wishes.threads] if wishes.threads else sorted({1, room}),
+        lanes=[wishes.lanes] if wishes.lanes else (1, *WIDTHS, *(() if on_cpu else DEVICE_WIDTHS)),
+        learning=wishes.learning,
+        start=start,
+        step_flops=step_flops,
+    )
+    if all(len(ways) == 1 for ways in (scope.workers, scope.threads, scope.lanes)):
+        return Plan(device, scope.workers[0], scope.threads[0], scope.lanes[0], "as asked for"), (), []
     jobs = [loaded.spec.job(number, h) for number, h in enumerate(space.samples)]
-    if limit == 1:
-        return 1, []
-    key = f"{machine(device, threads)} {loaded.spec.name} {space.samples} {data.digest} {limit}"
-    timings, before = remembered(key, lambda: time_lanes(loaded.spec.task(data, device), jobs, widths))
-    watch.lap("plan")
-    best = best_lanes(timings)
-    ways = ", ".join(f"{t.lanes} lanes {timings[0].seconds / t.seconds:.1f}" for t in timings[1:])
-    said = f"lanes: {best}; speed over lone trials: {ways or 'too few of the sampled ones are alike'}"
-    return best, [f"{said} ({'measured before' if before else 'measured now'})"]
+    key = f"{machine(home)} {loaded.spec.name} {step_flops} {space.samples} {data.digest}"
+    task = loaded.spec.task(data, home)
+    timings, before = remembered(key, lambda known: time_ways(task, jobs, scope, known))
+    if not timings:
+        return (
+            Plan(device, scope.workers[0], scope.threads[0], scope.lanes[0], "no sampled trial could be timed"),
+            (),
+            [],
+        )
+    best = choose(timings, scope)
+    plan = Plan(device, best.workers, best.threads, best.lanes, "measured before" if before else "measured now")
+    return plan, tuple(timings), [_compared(timings, scope)]
 
 
-def _try_model(loaded: LoadedSpec, space: Space, data: Data, device: object) -> float:
+def _compared(timings: Sequence[Timing], scope: Scope) -> str:
+    """What was measured, in one line."""
+    base = min(timings, key=lambda timing: (timing.lanes, timing.threads))
+    ways = []
+    for timing in timings:
+        if timing is not base:
+            threads = f" on {timing.threads} threads" if timing.threads > 1 else ""
+            lanes = f"{timing.lanes} lanes" if timing.lanes > 1 else "1 lane"
+            ways.append(f"{lanes}{threads} {base.seconds / timing.seconds:.1f}")
+    alone = f"{base.lanes} lane{'s' if base.lanes > 1 else ''}"
+    few = "too few of the sampled trials are alike for stacks" if max(scope.lanes) > 1 else "nothing else was timed"
+    return f"speed of a worker over {alone} on {base.threads} thread: {', '.join(ways) or few}"
+
+
+def _try_model(loaded: LoadedSpec, space: Space, data: Data, device: torch.device) -> float:
     """Floating-point operations of a training step. Raises `SpecError` if the model works with none of some samples."""
     task = loaded.spec.task(data, device)
     failure: SpecError | None = None

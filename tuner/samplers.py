@@ -13,6 +13,9 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from tuner.errors import UsageError
 
 SAMPLERS = ("tpe", "gp", "cmaes", "random", "qmc", "grid", "nsgaii")
+LEARNING = ("tpe", "gp", "cmaes", "nsgaii")
+"""Those whose samples depend on trials that have ended."""
+
 PRUNERS = ("none", "median", "halving", "hyperband", "patient", "threshold")
 
 GRID_LIMIT = 100_000
