@@ -91,8 +91,8 @@ class RoundTPESampler(TPESampler):
 
     Outside of `round` it is Optuna's. It takes the same arguments.
 
-    It relies on what Optuna 5.0 does not promise, and `tpe_sampler` looks whether it is there: the methods and attributes
-    of TPESampler in `_METHODS` and `_ATTRIBUTES`, ``_split_trials``, ``_ParzenEstimator`` with its method
+    It relies on what Optuna 5.0 does not promise, and `tpe_sampler` looks whether it is there: TPESampler's methods and
+    attributes in `_METHODS` and `_ATTRIBUTES`, ``_split_trials``, ``_ParzenEstimator`` with its method
     ``_calculate_distributions``, ``_MixtureOfProductDistribution``, and ``Study._get_trials``.
     """
 
