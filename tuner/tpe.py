@@ -114,7 +114,7 @@ class RoundTPESampler(TPESampler):
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         super().before_trial(study, trial)
         if self._round is not None:
-            self._round.drawn[trial.number] = dict(trial.system_attrs.get("fixed_params", {}))
+            self._round.siblings[trial.number] = _Sibling(trial)
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> Space:
         if self._round is None:
@@ -122,7 +122,7 @@ class RoundTPESampler(TPESampler):
         seen = self._seen(study, self._round)
         if seen.space is None:
             seen.space = super().infer_relative_search_space(study, trial)
-        return seen.space
+        return dict(seen.space)
 
     def sample_relative(self, study: Study, trial: FrozenTrial, search_space: Space) -> dict[str, Any]:
         if self._round is None or self._group:
@@ -150,13 +150,14 @@ class RoundTPESampler(TPESampler):
         if self._round is None:
             return super()._sample(study, trial, search_space)
         seen = self._seen(study, self._round)
-        key = tuple(search_space.items())
+        key = repr(search_space)  # choices need not be hashable
         if key not in seen.fits:
             seen.fits[key] = self._fit(study, seen, search_space, self._round.trials)
-        drawn = self._round.drawn if self._constant_liar else {}
-        chosen = self._compare(*seen.fits[key].score(trial.number, drawn))
+        siblings = self._round.siblings
+        others = {number: s for number, s in siblings.items() if self._constant_liar and number != trial.number}
+        chosen = self._compare(*seen.fits[key].score(others))
         found = {name: distribution.to_external_repr(chosen[name]) for name, distribution in search_space.items()}
-        self._round.drawn.setdefault(trial.number, {}).update(found)
+        siblings.setdefault(trial.number, _Sibling(trial)).drawn.update(found)
         return found
 
     def _seen(self, study: Study, round_: _Round) -> _Seen:
@@ -168,7 +169,7 @@ class RoundTPESampler(TPESampler):
             finished = [trial for trial in trials if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)]
             running: list[FrozenTrial] = []
             if self._constant_liar:
-                running = [t for t in trials if t.state == TrialState.RUNNING and t.number not in round_.drawn]
+                running = [t for t in trials if t.state == TrialState.RUNNING and t.number not in round_.siblings]
             best = self._best.setdefault(study.study_name, _Best())
             round_.seen = _Seen(finished, running, best.of(study, finished))
         return round_.seen
@@ -222,15 +223,27 @@ class _Seen:
     running: list[FrozenTrial]
     best: list[FrozenTrial]
     space: Space | None = None
-    fits: dict[tuple[tuple[str, BaseDistribution], ...], _Fit] = field(default_factory=dict)
+    fits: dict[str, _Fit] = field(default_factory=dict)
+
+
+@dataclass
+class _Sibling:
+    """A trial of a round. Optuna adds to `trial` what it is given; `drawn` is also what it has not yet asked for."""
+
+    trial: FrozenTrial
+    drawn: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.drawn | self.trial.params
 
 
 @dataclass
 class _Round:
-    """`trials` are how many may be asked for; `drawn` are the parameters of those that were, by number."""
+    """`trials` are how many may be asked for; `siblings` are those that were, by number."""
 
     trials: int
-    drawn: dict[int, dict[str, Any]] = field(default_factory=dict)
+    siblings: dict[int, _Sibling] = field(default_factory=dict)
     seen: _Seen | None = None
 
 
@@ -243,29 +256,30 @@ class _Fit:
     observed: dict[str, np.ndarray]
     parameters: _ParzenEstimatorParameters
     candidates: Iterator[Candidates]
-    siblings: set[int] = field(default_factory=set)
+    known: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         weights = self.parameters.weights(len(next(iter(self.observed.values()))))
         # An estimator of nothing has its prior alone, with weight 1.
         self.log_total = np.log(weights.sum() + self.parameters.prior_weight) if len(weights) else 0.0
 
-    def score(self, number: int, drawn: dict[int, dict[str, Any]]) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Candidates for the trial `number`, and log(l/g) of each, with a kernel in g for each sibling in `drawn`."""
+    def score(self, siblings: dict[int, _Sibling]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Candidates for a trial, and log(l/g) of each, with a kernel in g for each of its siblings."""
         samples, log_l, log_g = next(self.candidates)
-        for sibling, params in drawn.items():
-            if sibling not in self.siblings and sibling != number and self.space.keys() <= params.keys():
-                self.siblings.add(sibling)
+        for number in sorted(siblings.keys() - self.known):
+            params = siblings[number].params
+            if self.space.keys() <= params.keys():
+                self.known.add(number)
                 for name, distribution in self.space.items():
                     value = distribution.to_internal_repr(params[name])
                     self.observed[name] = np.append(self.observed[name], value)
-        if not self.siblings:
+        if not self.known:
             return samples, log_l - log_g
         return samples, log_l - np.logaddexp(log_g + self.log_total, self._log_siblings(samples))
 
     def _log_siblings(self, samples: dict[str, np.ndarray]) -> np.ndarray:
         """The logarithm of the sum of the siblings' kernels, each of weight 1, as the latest trials in g have it."""
-        count = len(self.siblings)
+        count = len(self.known)
         kernels = []
         for name, distribution in self.space.items():
             # Widths depend on the neighbours. The last kernel is the prior's.
