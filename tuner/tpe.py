@@ -6,13 +6,13 @@ Between the trials of a round nothing new is observed, so here the fit is kept. 
 and g gets one more kernel for each sibling before it, as from a bad trial: that keeps them apart (the constant liar of
 Ginsbourger et al. 2010, as Optuna has it).
 
-What a fit costs stops to grow: g is made of the latest `KERNELS` trials, l of the best ones, at most as many.
+What a fit costs stops to grow: l is made of at most the `KERNELS` best trials; g of as many others, half of them the
+latest, half chosen evenly from those before, which carry the weight of all of them.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,15 +35,14 @@ else:
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
-KERNELS = 250
-"""Of so many trials at most each of the two densities is made."""
+KERNELS = 500
+"""Of so many trials at most each of the two densities is made: 250 found worse values on a function of many optima."""
 
 BLOCK = 8
 """Candidates for so many siblings are drawn at once: most of the time goes into calls of small arrays."""
 
 Space = dict[str, "BaseDistribution"]
 Candidates = tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]
-
 
 _METHODS = {
     "before_trial": "study trial",
@@ -53,6 +52,7 @@ _METHODS = {
     "_sample_relative": "study trial search_space",
     "_sample": "study trial search_space",
     "_get_internal_repr": "trials search_space study",
+    "_get_params": "trial study",
     "_build_parzen_estimator": "study search_space trials handle_below",
     "_compare": "samples acquisition_func_vals",
 }
@@ -70,16 +70,14 @@ def tpe_sampler(seed: int | None) -> TPESampler:
 def _is_known(sampler: TPESampler) -> bool:
     if not (_IMPORTED and vars(sampler).keys() >= _ATTRIBUTES):
         return False
+    rest = "search_space parameters"
     used: list[tuple[Any, str]] = [(getattr(sampler, name, None), names) for name, names in _METHODS.items()]
     used += [
         (_split_trials, "study trials n_below"),
-        (_ParzenEstimator, "observations search_space parameters predetermined_weights"),
+        (_ParzenEstimator, f"observations {rest} predetermined_weights"),
         (getattr(_ParzenEstimator, "sample", None), "self rng size"),
         (getattr(_ParzenEstimator, "log_pdf", None), "self samples_dict"),
-        (
-            getattr(_ParzenEstimator, "_calculate_distributions", None),
-            "self observations param_name search_space parameters",
-        ),
+        (getattr(_ParzenEstimator, "_calculate_distributions", None), f"self observations param_name {rest}"),
         (_MixtureOfProductDistribution, "weights distributions"),
         (getattr(Study, "_get_trials", None), "self deepcopy states use_cache"),
     ]
@@ -180,12 +178,17 @@ class RoundTPESampler(TPESampler):
             self._gamma = default_gamma if len(study.directions) <= 1 else default_gamma_multiobjective
         below, _ = _split_trials(study, seen.best, min(self._gamma(len(seen.finished)), KERNELS))
         numbers = {trial.number for trial in below}
-        others = (t for t in reversed(seen.finished) if t.number not in numbers and space.keys() <= t.params.keys())
-        above = sorted([*itertools.islice(others, KERNELS), *seen.running], key=lambda trial: trial.number)
+        above = [t for t in seen.finished if t.number not in numbers and space.keys() <= t.params.keys()]
+        above += [trial for trial in seen.running if space.keys() <= self._get_params(trial, study).keys()]
+        above.sort(key=lambda trial: trial.number)
+        parameters = self._parzen_estimator_parameters
+        chosen, weights = _thinned(parameters.weights(len(above)), KERNELS)
         l_x = self._build_parzen_estimator(study, space, below, handle_below=True)
-        observed = self._get_internal_repr(above, space, study)
-        g_x = _ParzenEstimator(observed, space, self._parzen_estimator_parameters)
-        return _Fit(g_x, space, observed, self._parzen_estimator_parameters, self._candidates(l_x, g_x, asks))
+        observed = self._get_internal_repr([above[i] for i in chosen], space, study)
+        g_x = _ParzenEstimator(observed, space, parameters, weights)
+        # An estimator of nothing has its prior alone, with weight 1.
+        total = float(weights.sum()) + parameters.prior_weight if len(weights) else 1.0
+        return _Fit(g_x, total, space, observed, parameters, self._candidates(l_x, g_x, asks))
 
     def _candidates(self, l_x: _ParzenEstimator, g_x: _ParzenEstimator, asks: int) -> Iterator[Candidates]:
         """For each trial its own samples of l, with the logarithms of both densities there."""
@@ -197,6 +200,17 @@ class RoundTPESampler(TPESampler):
             for first in range(0, len(log_l), self._n_ei_candidates):
                 own = slice(first, first + self._n_ei_candidates)
                 yield {name: values[own] for name, values in samples.items()}, log_l[own], log_g[own]
+
+
+def _thinned(weights: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices and weights of at most `count` kernels for all: the latest half, and some that stand for older ones."""
+    if len(weights) <= count:
+        return np.arange(len(weights)), weights
+    few = count // 2
+    older, latest = np.split(weights, [few - count])
+    chosen = np.searchsorted(np.cumsum(older), (np.arange(few) + 0.5) / few * older.sum())
+    indices = np.append(chosen, np.arange(len(older), len(weights)))
+    return indices, np.append(np.full(few, older.sum() / few), latest)
 
 
 @dataclass
@@ -252,16 +266,12 @@ class _Fit:
     """What a round draws from; `observed` are the values behind g and, after them, the siblings'."""
 
     g_x: _ParzenEstimator
+    total: float  # of the weights in g, the latest trial's being 1
     space: Space
     observed: dict[str, np.ndarray]
     parameters: _ParzenEstimatorParameters
     candidates: Iterator[Candidates]
     known: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        weights = self.parameters.weights(len(next(iter(self.observed.values()))))
-        # An estimator of nothing has its prior alone, with weight 1.
-        self.log_total = np.log(weights.sum() + self.parameters.prior_weight) if len(weights) else 0.0
 
     def score(self, siblings: dict[int, _Sibling]) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Candidates for a trial, and log(l/g) of each, with a kernel in g for each of its siblings."""
@@ -275,7 +285,7 @@ class _Fit:
                     self.observed[name] = np.append(self.observed[name], value)
         if not self.known:
             return samples, log_l - log_g
-        return samples, log_l - np.logaddexp(log_g + self.log_total, self._log_siblings(samples))
+        return samples, log_l - np.logaddexp(log_g + np.log(self.total), self._log_siblings(samples))
 
     def _log_siblings(self, samples: dict[str, np.ndarray]) -> np.ndarray:
         """The logarithm of the sum of the siblings' kernels, each of weight 1, as the latest trials in g have it."""
