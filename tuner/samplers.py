@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from tuner.errors import UsageError
+from tuner.tpe import RoundTPESampler, tpe_sampler
 
 SAMPLERS = ("tpe", "gp", "cmaes", "random", "qmc", "grid", "nsgaii")
 LEARNING = ("tpe", "gp", "cmaes", "nsgaii")
@@ -25,7 +27,7 @@ GRID_LIMIT = 100_000
 def sampler(name: str, seed: int | None) -> optuna.samplers.BaseSampler:
     """A sampler from `SAMPLERS`; ``grid`` has its cells in the queue (`grid_cells`), and draws nothing itself."""
     if name == "tpe":
-        return optuna.samplers.TPESampler(seed=seed)
+        return tpe_sampler(seed)
     if name == "gp":
         return optuna.samplers.GPSampler(seed=seed)
     if name == "cmaes":
@@ -40,6 +42,11 @@ def sampler(name: str, seed: int | None) -> optuna.samplers.BaseSampler:
     if name in ("random", "grid"):
         return optuna.samplers.RandomSampler(seed=seed)
     raise UsageError(f"--sampler {name}: wanted one of {', '.join(SAMPLERS)}")
+
+
+def asked_together(sampler: optuna.samplers.BaseSampler, trials: int) -> AbstractContextManager[None]:
+    """Inside, up to `trials` trials are asked for, and none ends: a sampler that can learns once for all of them."""
+    return sampler.round(trials) if isinstance(sampler, RoundTPESampler) else nullcontext()
 
 
 def pruner(name: str, epochs: int, threshold: float | None, maximize: bool) -> optuna.pruners.BasePruner:

@@ -21,6 +21,7 @@ from tuner.errors import BudgetSpentError, DeviceError, Interrupted, TooManyFail
 from tuner.interrupt import Interrupt
 from tuner.owner import is_gone
 from tuner.results import WORKER, EpochDone, Event, Finished, Notice, Record, Spent, Started, Target
+from tuner.samplers import asked_together
 from tuner.spec import one_line
 from tuner.tell import Ending, Failure, Lane, Teller, Trained
 from tuner.train import EpochResult, Job, Trainer
@@ -114,7 +115,8 @@ class Search:
         new: list[Lane] = []
         jobs: list[Job] = []
         try:
-            yield from self._ask_for(new, jobs)
+            with asked_together(self.study.sampler, self.width - len(self._lanes)):
+                yield from self._ask_for(new, jobs)
         finally:
             self._storage.reading_paused = False
         self._storage.flush()
