@@ -20,7 +20,7 @@ LAYERS = """
     search objective figures display prepare
     study tell
     study_file samplers progress
-    spec storage
+    spec storage halving
     storage_transactions owner weights
     storage_rows
     results

@@ -57,9 +57,9 @@ def choose_threads(device: torch.device, workers: int, step_flops: float) -> tup
     return available, f"steps of {step_flops / 1e6:.0f} MFLOP"
 
 
-def widest_search(goal: int | None, workers: int) -> int:
+def widest_search(goal: int | None, workers: int, generations: int = GENERATIONS) -> int:
     """The most lanes that leave the sampler enough generations to learn from, with `goal` trials for all workers."""
-    return MOST_LANES if goal is None else max(1, min(MOST_LANES, goal // (GENERATIONS * workers)))
+    return MOST_LANES if goal is None else max(1, min(MOST_LANES, goal // (generations * workers)))
 
 
 def try_step(job: Job, task: Task) -> float:

@@ -14,7 +14,7 @@ from tuner.data import Data, prepare
 from tuner.device import choose, is_lost, keep_host_memory
 from tuner.errors import SpecError, TunerError, UsageError
 from tuner.measure import best_lanes, machine, remembered, time_lanes
-from tuner.plan import Plan, choose_threads, try_step, widest_search
+from tuner.plan import GENERATIONS, Plan, choose_threads, try_step, widest_search
 from tuner.results import Target
 from tuner.samplers import grid_cells
 from tuner.spec import LoadedSpec, Space, explore, one_line
@@ -79,7 +79,9 @@ def prepare_run(
     flops = _try_model(loaded, space, data, home)
     count, why = (threads, "as asked for") if threads is not None else choose_threads(choice.device, workers, flops)
     torch.set_num_threads(count)
-    width, measured = _choose_lanes(loaded, space, data, home, lanes, count, widest_search(goal, workers), watch)
+    # Halving compares the trials of a round with each other: the wider, the better is the best quarter.
+    limit = widest_search(goal, workers, 1 if pruner == "halving" else GENERATIONS)
+    width, measured = _choose_lanes(loaded, space, data, home, lanes, count, limit, watch)
     plan = Plan(choice.device, workers, count, width, why)
     watch.lap("start")
     notes = [f"device: {choice.device}, {choice.why}", *data.notes, *measured]

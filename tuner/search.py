@@ -18,6 +18,7 @@ from optuna.trial import TrialState
 from tuner import device
 from tuner.assemble import Assembler
 from tuner.errors import BudgetSpentError, DeviceError, Interrupted, TooManyFailuresError
+from tuner.halving import Cohort
 from tuner.interrupt import Interrupt
 from tuner.owner import is_gone
 from tuner.results import WORKER, EpochDone, Event, Finished, Notice, Record, Spent, Started, Target
@@ -63,6 +64,7 @@ class Search:
     _trainers: list[Trainer] = field(default_factory=list)
     _asked: int = 0
     _refused: bool = False
+    _cohort: Cohort = field(default_factory=Cohort)
     _failures: int = 0
     _finished: int = 0
 
@@ -82,7 +84,7 @@ class Search:
             if isinstance(error, GeneratorExit):
                 why = "nobody waits for it any more"
             lanes = list(self._lanes.values())
-            ended = self._end(lanes, f"interrupted: {why}")
+            ended = self._end([Ending(lane, TrialState.FAIL, f"interrupted: {why}") for lane in lanes])
             if not isinstance(error, GeneratorExit):
                 yield from ended
                 yield Spent(self.teller.worker, dict(self._watch.totals), self._finished)
@@ -113,6 +115,7 @@ class Search:
         """Give each free lane a trial, while the budget lasts."""
         new: list[Lane] = []
         jobs: list[Job] = []
+        self._cohort = self.teller.cohort(self.target)
         try:
             yield from self._ask_for(new, jobs)
         finally:
@@ -147,7 +150,7 @@ class Search:
     def _ask(self) -> Lane:
         started, stored = self._watch.now(), self._storage.seconds
         trial = self.study.ask()
-        lane = Lane(trial, Record(trial.number, self.target, started))
+        lane = Lane(trial, Record(trial.number, self.target, started), cohort=self._cohort)
         self._lanes[trial.number] = lane
         self._lap("sampler", stored)
         return lane
@@ -187,7 +190,8 @@ class Search:
     def _round(self) -> Iterator[Event]:
         """Train all lanes for an epoch, and decide which of them go on."""
         trained: list[Trained] = []
-        waiting = list(self._trainers)
+        # The lanes of a trainer are of one age; at a rung they wait for their cohort's others.
+        waiting = [trainer for trainer in self._trainers if not self._lanes[trainer.numbers[0]].at_rung]
         while waiting:
             trainer = waiting.pop(0)
             results = self._train(trainer)
@@ -201,16 +205,17 @@ class Search:
             trained += [Trained(self._lanes[r.number], r, trainer, len(results)) for r in new]
         stored = self._storage.seconds
         events = self.teller.take(trained)
-        self._lap("pruner", stored)
         for epoch, event in zip(trained, events, strict=True):
-            number = epoch.result.number
             if event is not None:
                 self._count(epoch.lane, event)
-                yield event
-            else:
-                value = epoch.result.validation[epoch.lane.record.measure]
-                yield EpochDone(number, epoch.result.epoch, self._task.epochs, value)
-        for trainer in {id(epoch.trainer): epoch.trainer for epoch in trained}.values():
+        pruned = self._end(self.teller.losers(self._lanes.values()))
+        self._lap("pruner", stored)
+        for epoch, event in zip(trained, events, strict=True):
+            result = epoch.result
+            value = result.validation[epoch.lane.record.measure]
+            yield event or EpochDone(result.number, result.epoch, self._task.epochs, value)
+        yield from pruned
+        for trainer in self._trainers:
             trainer.leave([number for number in trainer.numbers if number not in self._lanes])
         self._trainers = [trainer for trainer in self._trainers if trainer.numbers]
         self._watch.lap("display")
@@ -239,11 +244,10 @@ class Search:
             jobs = [self._spec.job(lane.trial.number, lane.hyperparameters) for lane in part]
             yield from self._assemble(part, jobs)
 
-    def _end(self, lanes: Sequence[Lane], reason: str, state: TrialState = TrialState.FAIL) -> list[Finished | Notice]:
-        """End trials without a value."""
-        events = self.teller.end([Ending(lane, state, reason) for lane in lanes])
-        for lane, event in zip(lanes, events, strict=True):
-            self._count(lane, event)
+    def _end(self, endings: Sequence[Ending]) -> list[Finished | Notice]:
+        events = self.teller.end(endings)
+        for ending, event in zip(endings, events, strict=True):
+            self._count(ending.lane, event)
         return events
 
     def _count(self, lane: Lane, event: Event) -> None:
@@ -254,7 +258,8 @@ class Search:
 
     def _fail(self, lanes: Sequence[Lane], failure: Failure) -> Iterator[Event]:
         """End trials whose training raised; the run goes on unless that is pointless."""
-        yield from self._end(lanes, failure.reason, TrialState.PRUNED if failure.pruned else TrialState.FAIL)
+        state = TrialState.PRUNED if failure.pruned else TrialState.FAIL
+        yield from self._end([Ending(lane, state, failure.reason) for lane in lanes])
         self._watch.lap("storage")
         if failure.device_lost:
             raise DeviceError(f"{self._task.device} is lost to this process ({failure.reason}); start again to resume")
