@@ -26,7 +26,7 @@ LAYERS = """
     results
     measure
     assemble plan
-    stack
+    stack microbatch
     program
     capture train
     data

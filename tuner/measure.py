@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from tuner.assemble import Assembler
 from tuner.clock import Stopwatch
 from tuner.data import Resident
-from tuner.device import cores, describe
+from tuner.device import cores, describe, is_out_of_memory
 from tuner.train import Job, Lone, Task, Trainer
 
 EXAMPLES = 512
@@ -49,17 +49,23 @@ class Timing:
 def time_lanes(task: Task, jobs: Sequence[Job], widths: Sequence[int]) -> list[Timing]:
     """Time lone trials, then stacks of each width; a way that fails is left out."""
     small = _head(task)
-    timings = [Timing(1, _seconds([Lone(job, small) for job in jobs[:LONE_JOBS]]) / len(jobs[:LONE_JOBS]), 0)]
-    assembler = Assembler(small)
-    for width in widths:
-        some = [replace(jobs[i % len(jobs)], number=i) for i in range(width)]
-        made = assembler.assemble(some, width)
-        if made.errors:
-            continue
-        stacked = sum(len(t.numbers) for t in made.trainers if len(t.numbers) > 1)
-        if stacked > width // 2:
-            timings.append(Timing(width, _seconds(made.trainers) / width, stacked))
-    return timings
+    timings: list[Timing] = []
+    try:
+        timings.append(Timing(1, _seconds([Lone(j, small) for j in jobs[:LONE_JOBS]]) / len(jobs[:LONE_JOBS]), 0))
+        assembler = Assembler(small)
+        for width in widths:
+            some = [replace(jobs[i % len(jobs)], number=i) for i in range(width)]
+            made = assembler.assemble(some, width)
+            if made.errors:
+                continue
+            stacked = sum(len(t.numbers) for t in made.trainers if len(t.numbers) > 1)
+            if stacked > width // 2:
+                timings.append(Timing(width, _seconds(made.trainers) / width, stacked))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    # Wider ones would not fit either; a lone trial that does not fit is the search's to deal with.
+    return timings or [Timing(1, 0.0, 0)]
 
 
 def best_lanes(timings: Sequence[Timing]) -> int:

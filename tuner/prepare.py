@@ -11,7 +11,7 @@ import torch
 
 from tuner.clock import Stopwatch
 from tuner.data import Data, prepare
-from tuner.device import choose, is_lost, keep_host_memory
+from tuner.device import choose, is_lost, is_out_of_memory, keep_host_memory
 from tuner.errors import SpecError, TunerError, UsageError
 from tuner.measure import best_lanes, machine, remembered, time_lanes
 from tuner.plan import GENERATIONS, Plan, choose_threads, try_step, widest_search
@@ -159,8 +159,11 @@ def _try_model(loaded: LoadedSpec, space: Space, data: Data, device: object) -> 
         except Exception as error:
             if is_lost(error):
                 raise
+            if is_out_of_memory(error):
+                continue  # The search trains with fewer examples at a time, or ends the trial with the figure.
             found = ", ".join(f"{name}={value!r}" for name, value in hyperparameters.items())
             failure = SpecError(f"{loaded.origin}: a training step with {found} raised {one_line(error)}")
             failure.__cause__ = error
-    assert failure is not None
+    if failure is None:
+        return float("inf")  # None fits: as large as can be.
     raise failure

@@ -34,7 +34,8 @@ COMPARES_RUNNING = optuna.pruners.HyperbandPruner
 class Lane:
     """One trial in training; `weights` are those of its best epoch, if it may become the best trial.
 
-    `lanes` is the widest stack that it was trained in.
+    `lanes` is the widest stack that it was trained in; `micro_batch` is how many examples at a time it was last tried
+    with, if it did not fit the memory.
     """
 
     trial: optuna.Trial
@@ -44,12 +45,21 @@ class Lane:
     unwritten: dict[int, float] = field(default_factory=dict)
     written: float = 0.0
     lanes: int = 1
+    micro_batch: int | None = None
     cohort: Cohort = field(default_factory=Cohort)
 
     @property
     def at_rung(self) -> bool:
         """Whether it waits for the others of its cohort, to be compared with them."""
         return self.record.epochs == self.cohort.rung
+
+    @property
+    def in_parts(self) -> str:
+        """How it is trained, where it did not fit the memory: a line for the user."""
+        batch_size, at_once = self.hyperparameters["batch_size"], f"{self.micro_batch} examples at a time"
+        parts = self.micro_batch is not None and self.micro_batch < batch_size
+        how = f"trained and evaluated {at_once} (its batches stay {batch_size})" if parts else f"evaluated {at_once}"
+        return f"trial {self.trial.number} did not fit the memory; it is {how}"
 
     @property
     def value(self) -> float:
@@ -233,6 +243,7 @@ class Teller:
         attributes = record.attributes(self.watch.now(), device.peak_megabytes(self.task.device))
         attributes |= {"device": device.describe(self.task.device), "lanes": lane.lanes, "seed": self.spec.seed}
         attributes |= {REASON: ending.reason} if ending.reason else {}
+        attributes |= {"micro_batch": lane.micro_batch} if lane.micro_batch else {}
         if ending.state == TrialState.COMPLETE:
             values = record.values(attributes)
             if self.weights is not None and lane.weights is not None and self._may_win(record, now=True):
