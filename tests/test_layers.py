@@ -20,13 +20,13 @@ LAYERS = """
     search objective figures display prepare
     study tell
     study_file samplers progress
-    spec storage tpe
+    spec storage tpe halving
     storage_transactions owner weights
     storage_rows
     results
     measure
     assemble plan
-    stack
+    stack microbatch
     program
     capture train
     rewrite

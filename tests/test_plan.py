@@ -35,13 +35,22 @@ def numbers(choice: Choice) -> tuple[int, int, int]:
 
 
 def test_much_work_takes_all_workers_and_the_widest_stacks() -> None:
-    """1,000 trials of 20 epochs: two workers of 64 lanes each, one thread each."""
-    assert numbers(choose(TIMINGS, SCOPE)) == (2, 1, 64)
+    """2,000 trials of 20 epochs: two workers of 64 lanes each, one thread each."""
+    assert numbers(choose(TIMINGS, replace(SCOPE, goal=2000))) == (2, 1, 64)
+
+
+@pytest.mark.parametrize(
+    ("goal", "workers", "lanes"), [(3, 1, 3), (50, 1, 9), (200, 1, 18), (200, 2, 9), (5000, 2, 64)]
+)
+def test_a_sampler_that_learns_asks_for_few_at_once(goal: int, workers: int, lanes: int) -> None:
+    """Some, and one more for each sixteen to come; shared by the workers; all that there are where nothing learns."""
+    assert replace(SCOPE, goal=goal).widest(workers) == lanes
+    assert replace(SCOPE, goal=goal, learning=False).widest(workers) == min(64, goal // workers)
 
 
 def test_little_work_is_not_worth_another_workers_start() -> None:
     """50 trials: one worker, and as many lanes as leave the sampler its generations."""
-    assert numbers(choose(TIMINGS, replace(SCOPE, goal=50))) == (1, 1, 10)
+    assert numbers(choose(TIMINGS, replace(SCOPE, goal=50))) == (1, 1, 9)
 
 
 def test_a_sampler_that_does_not_learn_gets_all_its_trials_at_once() -> None:

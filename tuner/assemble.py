@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from torch import nn
 
+from tuner.device import is_out_of_memory
 from tuner.program import CannotStack, Program, difference, signature
 from tuner.stack import Stack
 from tuner.train import Job, Lone, Task, Trainer, build
@@ -38,13 +39,15 @@ class Assembler:
         self._said: set[str] = set()
 
     def assemble(self, jobs: Sequence[Job], lanes: int) -> Assembly:
-        """Trainers for `jobs`, in stacks of at most `lanes`."""
+        """Trainers for `jobs`, in stacks of at most `lanes`. Raises what is out of memory, and keeps none of them."""
         made = Assembly()
         kinds: dict[Hashable, list[tuple[Job, nn.Module]]] = {}
         for job in jobs:
             try:
                 module = build(job, self._task)
             except Exception as error:
+                if is_out_of_memory(error):
+                    raise
                 made.errors[job.number] = error
                 continue
             kind: Hashable = signature(module, job.loss_key) if lanes > 1 and len(jobs) > 1 else job.number
@@ -66,6 +69,8 @@ class Assembler:
             except CannotStack as why:
                 self._give_up(kind, str(why), made)
             except Exception as error:
+                if is_out_of_memory(error):
+                    raise  # It says nothing of the kind, only of how many there are.
                 self._give_up(kind, f"{type(error).__name__} in a training step: {error}", made)
         return self._programs[kind]
 

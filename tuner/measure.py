@@ -99,11 +99,11 @@ class _Bench:
         torch.set_num_threads(threads)
         count = lanes if lanes > 1 else min(LONE_JOBS, len(self.jobs))
         some = [replace(self.jobs[i % len(self.jobs)], number=i) for i in range(count)]
-        made = self._assembler.assemble(some, lanes)
-        stacked = sum(len(trainer.numbers) for trainer in made.trainers if len(trainer.numbers) > 1)
-        if made.errors or (lanes > 1 and stacked <= lanes // 2):
-            return None
         try:
+            made = self._assembler.assemble(some, lanes)
+            stacked = sum(len(trainer.numbers) for trainer in made.trainers if len(trainer.numbers) > 1)
+            if made.errors or (lanes > 1 and stacked <= lanes // 2):
+                return None
             timing = Timing(lanes, threads, _seconds(made.trainers) * self._scale, stacked)
         except Exception as error:
             if is_lost(error):

@@ -153,6 +153,7 @@ def wishes_of(args: argparse.Namespace) -> Wishes:
         lanes=lanes,
         goal=goal_of(args),
         timeout=args.timeout,
-        learning=args.sampler in LEARNING,
+        # Halving compares the trials of a round with each other: the wider, the better is the best quarter.
+        learning=args.sampler in LEARNING and args.pruner != "halving",
         repeatable=args.seed is not None,
     )

@@ -22,9 +22,11 @@ WIDTHS = (4, 8, 16, 32, 64)
 DEVICE_WIDTHS = (128, 256)
 """Those that are timed on an accelerator besides."""
 
-GENERATIONS = 5
-"""A search that learns asks for at most this share of its trials at once: what is asked for together cannot learn from
-each other. What it costs at 50 trials is in docs/measurements.md."""
+FIRST_LANES = 6
+"""With a sampler that learns, so many trials may be asked for at once however few there are to come, and one more for
+each `GENERATIONS` of them: what is asked for together cannot learn from each other. Measured: docs/measurements.md."""
+
+GENERATIONS = 16
 
 GAIN = 1.1
 """A stack must be this much faster than lone trials, and more workers than one, to be worth what can go wrong."""
@@ -95,10 +97,11 @@ class Scope:
     step_flops: float
 
     def widest(self, workers: int) -> int:
-        """The most lanes that leave a sampler that learns enough generations, with the goal shared by `workers`."""
+        """The most lanes of each of some workers that leave a sampler that learns enough generations."""
         if self.goal is None:
             return max(self.lanes)
-        return max(1, min(max(self.lanes), self.goal // ((GENERATIONS if self.learning else 1) * workers)))
+        at_once = min(self.goal, FIRST_LANES + self.goal // GENERATIONS) if self.learning else self.goal
+        return max(1, min(max(self.lanes), at_once // workers))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from tuner.clock import Stopwatch
 from tuner.data import Data, prepare
 from tuner.device import choose as choose_device
-from tuner.device import cores, is_lost, keep_host_memory
+from tuner.device import cores, is_lost, is_out_of_memory, keep_host_memory
 from tuner.errors import SpecError, TunerError, UsageError
 from tuner.measure import machine, remembered, time_ways
 from tuner.plan import DEVICE_WIDTHS, WIDTHS, Plan, Scope, Timing, choose, try_step
@@ -208,8 +208,11 @@ def _try_model(loaded: LoadedSpec, space: Space, data: Data, device: torch.devic
         except Exception as error:
             if is_lost(error):
                 raise
+            if is_out_of_memory(error):
+                continue  # The search trains with fewer examples at a time, or ends the trial with the figure.
             found = ", ".join(f"{name}={value!r}" for name, value in hyperparameters.items())
             failure = SpecError(f"{loaded.origin}: a training step with {found} raised {one_line(error)}")
             failure.__cause__ = error
-    assert failure is not None
+    if failure is None:
+        return float("inf")  # None fits: as large as can be.
     raise failure

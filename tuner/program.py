@@ -150,15 +150,16 @@ class Program:
     def _is_mean(self, leaves: Sequence[Tensor]) -> bool:
         """Whether the loss of a batch is the mean of its halves'."""
         trained, fixed = ([torch.stack([t]) for t in part] for part in self.tensors(self._module))
-        half = PROBE_EXAMPLES // 2
+        return adds_up(lambda batch: self.train.run(*trained, *[t.clone() for t in fixed], *batch), leaves)
 
-        def gradients(batch: Sequence[Tensor]) -> list[Tensor]:
-            return self.train.run(*trained, *[t.clone() for t in fixed], *batch)
 
-        whole = gradients(leaves)
-        halves = [gradients([t[:half] for t in leaves]), gradients([t[half:] for t in leaves])]
-        mean = [(a + b) / 2 for a, b in zip(*halves, strict=True)]
-        return _distance(mean, whole) < TOLERANCE
+def adds_up(gradients: Callable[[Sequence[Tensor]], list[Tensor]], leaves: Sequence[Tensor]) -> bool:
+    """Whether the gradients (and loss) of a batch of an even number of examples are the mean of its halves'."""
+    half = len(leaves[0]) // 2
+    whole = gradients(leaves)
+    halves = [gradients([t[:half] for t in leaves]), gradients([t[half:] for t in leaves])]
+    mean = [(a + b) / 2 for a, b in zip(*halves, strict=True)]
+    return _distance(mean, whole) < TOLERANCE
 
 
 def signature(module: nn.Module, loss_key: Hashable) -> tuple[Hashable, Hashable, Hashable]:

@@ -12,6 +12,7 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from tuner.errors import UsageError
+from tuner.halving import Halving
 from tuner.tpe import RoundTPESampler, tpe_sampler
 
 SAMPLERS = ("tpe", "gp", "cmaes", "random", "qmc", "grid", "nsgaii")
@@ -59,7 +60,7 @@ def pruner(name: str, epochs: int, threshold: float | None, maximize: bool) -> o
     if name == "median":
         return optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=epochs // 10)
     if name == "halving":
-        return optuna.pruners.SuccessiveHalvingPruner(min_resource=max(1, epochs // 16), reduction_factor=4)
+        return Halving(epochs)
     if name == "hyperband":
         return optuna.pruners.HyperbandPruner(min_resource=max(1, epochs // 9), max_resource=epochs, reduction_factor=3)
     if name == "patient":

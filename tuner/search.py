@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import optuna
@@ -18,13 +18,15 @@ from optuna.trial import TrialState
 from tuner import device
 from tuner.assemble import Assembler
 from tuner.errors import BudgetSpentError, DeviceError, Interrupted, TooManyFailuresError
+from tuner.halving import Cohort
 from tuner.interrupt import Interrupt
-from tuner.owner import is_gone
-from tuner.results import WORKER, EpochDone, Event, Finished, Notice, Record, Spent, Started, Target
+from tuner.microbatch import smaller
+from tuner.results import EpochDone, Event, Finished, Notice, Record, Spent, Started, Target
 from tuner.samplers import asked_together
 from tuner.spec import one_line
+from tuner.study import end_orphans, may_get_room
 from tuner.tell import Ending, Failure, Lane, Teller, Trained
-from tuner.train import EpochResult, Job, Trainer
+from tuner.train import EpochResult, Job, Lone, Trainer
 
 REFILL_SHARE = 0.25
 """New trials start when at least this share of the lanes is free."""
@@ -64,6 +66,7 @@ class Search:
     _trainers: list[Trainer] = field(default_factory=list)
     _asked: int = 0
     _refused: bool = False
+    _cohort: Cohort = field(default_factory=Cohort)
     _failures: int = 0
     _finished: int = 0
 
@@ -82,8 +85,7 @@ class Search:
             why = str(error) if isinstance(error, Interrupted) else one_line(error)
             if isinstance(error, GeneratorExit):
                 why = "nobody waits for it any more"
-            lanes = list(self._lanes.values())
-            ended = self._end(lanes, f"interrupted: {why}")
+            ended = self._end([Ending(lane, TrialState.FAIL, f"interrupted: {why}") for lane in self._lanes.values()])
             if not isinstance(error, GeneratorExit):
                 yield from ended
                 yield Spent(self.teller.worker, dict(self._watch.totals), self._finished)
@@ -92,7 +94,7 @@ class Search:
 
     def _loop(self) -> Iterator[Event]:
         waited = False
-        self._end_orphans()
+        end_orphans(self.study, self._storage)
         while True:
             self.interrupt.check()
             # A stack of few lanes costs nearly as much as one of many: new trials come in good company.
@@ -101,7 +103,7 @@ class Search:
             if not self._lanes and self._asked:
                 continue  # Those that were asked for have failed already.
             if not self._lanes:
-                if not self._refused or not self._may_get_room():
+                if not self._refused or not may_get_room(self.study, self._storage):
                     return
                 if not waited:
                     yield Notice("waiting for trials that others train: each one that fails leaves room for one here")
@@ -114,6 +116,7 @@ class Search:
         """Give each free lane a trial, while the budget lasts."""
         new: list[Lane] = []
         jobs: list[Job] = []
+        self._cohort = self.teller.cohort(self.target)
         try:
             with asked_together(self.study.sampler, self.width - len(self._lanes)):
                 yield from self._ask_for(new, jobs)
@@ -149,7 +152,7 @@ class Search:
     def _ask(self) -> Lane:
         started, stored = self._watch.now(), self._storage.seconds
         trial = self.study.ask()
-        lane = Lane(trial, Record(trial.number, self.target, started))
+        lane = Lane(trial, Record(trial.number, self.target, started), cohort=self._cohort)
         self._lanes[trial.number] = lane
         self._lap("sampler", stored)
         return lane
@@ -175,21 +178,28 @@ class Search:
     def _assemble(self, lanes: Sequence[Lane], jobs: Sequence[Job]) -> Iterator[Event]:
         """Build what trains these trials."""
         device.reset_peak(self._task.device)
-        with self.interrupt.interruptible():
-            made = self.assembler.assemble(jobs, self.width)
-            device.synchronize(self._task.device)
+        failure: Failure | None = None
+        try:
+            with self.interrupt.interruptible():
+                made = self.assembler.assemble(jobs, self.width)
+                device.synchronize(self._task.device)
+        except Exception as error:
+            failure = Failure.of(error)
         share = self._watch.lap("build")
         for lane in lanes:
             lane.record.build_seconds += share
+        if failure:
+            return (yield from self._after_failure(lanes, failure))
         self._trainers += made.trainers
         yield from map(Notice, made.notices)
-        for number, error in made.errors.items():
-            yield from self._fail([self._lanes[number]], Failure.of(error))
+        for number, raised in made.errors.items():
+            yield from self._fail([self._lanes[number]], Failure.of(raised))
 
     def _round(self) -> Iterator[Event]:
         """Train all lanes for an epoch, and decide which of them go on."""
         trained: list[Trained] = []
-        waiting = list(self._trainers)
+        # The lanes of a trainer are of one age; at a rung they wait for their cohort's others.
+        waiting = [trainer for trainer in self._trainers if not self._lanes[trainer.numbers[0]].at_rung]
         while waiting:
             trainer = waiting.pop(0)
             results = self._train(trainer)
@@ -198,21 +208,23 @@ class Search:
                 del trainer  # The last one that holds its tensors.
                 yield from self._after_failure(lanes, results)
                 continue
+            if isinstance(trainer, Lone) and trainer.micro_batch and results[0].epoch == 0:
+                yield Notice(self._lanes[results[0].number].in_parts)
             # Those that a trial has done already are repeated by a smaller stack than the one that failed.
             new = [r for r in results if r.epoch >= self._lanes[r.number].record.epochs]
             trained += [Trained(self._lanes[r.number], r, trainer, len(results)) for r in new]
         stored = self._storage.seconds
         events = self.teller.take(trained)
-        self._lap("pruner", stored)
         for epoch, event in zip(trained, events, strict=True):
-            number = epoch.result.number
             if event is not None:
                 self._count(epoch.lane, event)
-                yield event
-            else:
-                value = epoch.result.validation[epoch.lane.record.measure]
-                yield EpochDone(number, epoch.result.epoch, self._task.epochs, value)
-        for trainer in {id(epoch.trainer): epoch.trainer for epoch in trained}.values():
+        pruned = self._end(self.teller.losers(self._lanes.values()))
+        self._lap("pruner", stored)
+        for epoch, event in zip(trained, events, strict=True):
+            value = epoch.result.validation[epoch.lane.record.measure]
+            yield event or EpochDone(epoch.result.number, epoch.result.epoch, self._task.epochs, value)
+        yield from pruned
+        for trainer in self._trainers:
             trainer.leave([number for number in trainer.numbers if number not in self._lanes])
         self._trainers = [trainer for trainer in self._trainers if trainer.numbers]
         self._watch.lap("display")
@@ -228,24 +240,42 @@ class Search:
         return failure
 
     def _after_failure(self, lanes: Sequence[Lane], failure: Failure) -> Iterator[Event]:
-        """A stack that failed is tried again as two of half its width; a lone trial has failed."""
+        """A stack that failed is tried again as two of half its width, and a lone trial that does not fit in parts."""
         device.release(self._task.device)
+        if len(lanes) == 1 and failure.out_of_memory and not failure.device_lost:
+            return (yield from self._shrink(lanes[0], failure))
         if len(lanes) == 1 or failure.device_lost:
-            yield from self._fail(lanes, failure)
-            return
+            return (yield from self._fail(lanes, failure))
         half = (len(lanes) + 1) // 2
-        yield Notice(f"a stack of {len(lanes)} trials failed ({failure.reason}); it is trained again as two of {half}")
-        if failure.out_of_memory:
-            self.width = max(1, min(self.width, half))
+        if not failure.out_of_memory or half < self.width:  # The next one of this width is no news.
+            again = f"it is trained again as two of {half}"
+            yield Notice(f"a stack of {len(lanes)} trials failed ({failure.reason}); {again}")
+        # It stays so: what did not fit would not fit the next time, and each attempt loses what it has trained.
+        self.width = min(self.width, half) if failure.out_of_memory else self.width
         for part in (lanes[:half], lanes[half:]):
             jobs = [self._spec.job(lane.trial.number, lane.hyperparameters) for lane in part]
             yield from self._assemble(part, jobs)
 
-    def _end(self, lanes: Sequence[Lane], reason: str, state: TrialState = TrialState.FAIL) -> list[Finished | Notice]:
-        """End trials without a value."""
-        events = self.teller.end([Ending(lane, state, reason) for lane in lanes])
-        for lane, event in zip(lanes, events, strict=True):
-            self._count(lane, event)
+    def _shrink(self, lane: Lane, failure: Failure) -> Iterator[Event]:
+        """Start a lone trial that does not fit again, with fewer examples at a time."""
+        job = self._spec.job(lane.trial.number, lane.hyperparameters)
+        try:
+            with self.interrupt.interruptible():
+                made: Lone | str = smaller(job, self._task, lane.micro_batch)
+        except Exception as error:
+            made = Failure.of(error).reason
+        lane.record.build_seconds += self._watch.lap("build")
+        if isinstance(made, Lone):
+            lane.micro_batch = made.micro_batch
+            self._trainers.append(made)
+        else:
+            peak = f"at most {device.peak_megabytes(self._task.device):.0f} MB were in use"
+            yield from self._fail([lane], replace(failure, reason=f"{failure.reason}; {made}; {peak}"))
+
+    def _end(self, endings: Sequence[Ending]) -> list[Finished | Notice]:
+        events = self.teller.end(endings)
+        for ending, event in zip(endings, events, strict=True):
+            self._count(ending.lane, event)
         return events
 
     def _count(self, lane: Lane, event: Event) -> None:
@@ -256,29 +286,13 @@ class Search:
 
     def _fail(self, lanes: Sequence[Lane], failure: Failure) -> Iterator[Event]:
         """End trials whose training raised; the run goes on unless that is pointless."""
-        yield from self._end(lanes, failure.reason, TrialState.PRUNED if failure.pruned else TrialState.FAIL)
+        state = TrialState.PRUNED if failure.pruned else TrialState.FAIL
+        yield from self._end([Ending(lane, state, failure.reason) for lane in lanes])
         self._watch.lap("storage")
         if failure.device_lost:
             raise DeviceError(f"{self._task.device} is lost to this process ({failure.reason}); start again to resume")
         if self._failures >= FAILURES_IN_A_ROW:
             raise TooManyFailuresError(f"{self._failures} trials failed in a row, the last one with: {failure.reason}")
-
-    def _may_get_room(self) -> bool:
-        """Whether a trial may yet start within the study's total; trials whose process is gone are ended first."""
-        limit, study_id = self._storage.total_limit, self.study._study_id
-        if limit is None:
-            return False
-        self._end_orphans()
-        if self._storage.queued_only and not self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            return False
-        return self._storage.finished_count(study_id)[0] < limit
-
-    def _end_orphans(self) -> None:
-        """End the trials whose process, on this host, is gone: samplers and budgets would count them as running."""
-        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        for owner in {trial.user_attrs.get(WORKER, "") for trial in running}:
-            if is_gone(owner):
-                self._storage.fail_trials_of(self.study._study_id, owner, "its process is gone")
 
     def _lap(self, part: str, stored: float) -> None:
         """Give the seconds since the last lap to `part`, but those that the storage took to ``storage``."""

@@ -24,7 +24,8 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from tuner.errors import StudyMismatchError, UsageError
-from tuner.results import NUMBERS, Summary, Target, summarize
+from tuner.owner import is_gone
+from tuner.results import NUMBERS, WORKER, Summary, Target, summarize
 from tuner.samplers import grid_cells
 from tuner.spec import LoadedSpec, Space, StudySpec, quiet_optuna
 from tuner.storage import Storage, masked, start_lock
@@ -235,3 +236,22 @@ epoch)
 and where its wall time went, in seconds: {", ".join(NUMBERS[:6])}.
 """
     save_note(study, note)
+
+
+def may_get_room(study: optuna.Study, storage: Storage) -> bool:
+    """Whether a trial may yet start within the study's total; trials whose process is gone are ended first."""
+    limit = storage.total_limit
+    if limit is None:
+        return False
+    end_orphans(study, storage)
+    if storage.queued_only and not study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+        return False
+    return storage.finished_count(study._study_id)[0] < limit
+
+
+def end_orphans(study: optuna.Study, storage: Storage) -> None:
+    """End the trials whose process, on this host, is gone: samplers and budgets would count them as running."""
+    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    for owner in {trial.user_attrs.get(WORKER, "") for trial in running}:
+        if is_gone(owner):
+            storage.fail_trials_of(study._study_id, owner, "its process is gone")

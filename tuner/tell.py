@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,8 @@ from optuna.trial import TrialState
 from tuner import device
 from tuner.clock import Stopwatch
 from tuner.errors import TunerError
-from tuner.results import REASON, Event, Finished, Notice, Record, is_better
+from tuner.halving import Cohort, Halving
+from tuner.results import REASON, Event, Finished, Notice, Record, Target, is_better
 from tuner.spec import StudySpec, one_line
 from tuner.storage import Storage
 from tuner.storage_rows import Write
@@ -25,15 +26,16 @@ REPORT_SECONDS = 1.0
 BEST_SECONDS = 1.0
 """How old the best value of the study may be that says whether a running trial's weights are worth a copy."""
 
-COMPARES_RUNNING = (optuna.pruners.SuccessiveHalvingPruner, optuna.pruners.HyperbandPruner)
-"""Pruners that look at the trials in training, besides those that are complete."""
+COMPARES_RUNNING = optuna.pruners.HyperbandPruner
+"""The pruner that looks at the trials in training, besides those that are complete."""
 
 
 @dataclass
 class Lane:
     """One trial in training; `weights` are those of its best epoch, if it may become the best trial.
 
-    `lanes` is the widest stack that it was trained in.
+    `lanes` is the widest stack that it was trained in; `micro_batch` is how many examples at a time it was last tried
+    with, if it did not fit the memory.
     """
 
     trial: optuna.Trial
@@ -43,6 +45,27 @@ class Lane:
     unwritten: dict[int, float] = field(default_factory=dict)
     written: float = 0.0
     lanes: int = 1
+    micro_batch: int | None = None
+    cohort: Cohort = field(default_factory=Cohort)
+
+    @property
+    def at_rung(self) -> bool:
+        """Whether it waits for the others of its cohort, to be compared with them."""
+        return self.record.epochs == self.cohort.rung
+
+    @property
+    def in_parts(self) -> str:
+        """How it is trained, where it did not fit the memory: a line for the user."""
+        batch_size, at_once = self.hyperparameters["batch_size"], f"{self.micro_batch} examples at a time"
+        parts = self.micro_batch is not None and self.micro_batch < batch_size
+        how = f"trained and evaluated {at_once} (its batches stay {batch_size})" if parts else f"evaluated {at_once}"
+        return f"trial {self.trial.number} did not fit the memory; it is {how}"
+
+    @property
+    def value(self) -> float:
+        """What the last epoch reported."""
+        assert self.record.last is not None
+        return self.record.last.validation[self.record.measure]
 
     @property
     def id(self) -> int:
@@ -135,6 +158,7 @@ class Teller:
         if record.add(trained.result, trained.lanes) and self._may_win(record):
             lane.weights = trained.trainer.weights(trained.result.number)
         if record.trouble:
+            lane.cohort.diverged += 1
             # Pruned, not failed: a sampler learns from pruned trials, and must not propose this again and again.
             return Ending(lane, TrialState.PRUNED, record.trouble)
         if record.target.has_curve:
@@ -154,19 +178,43 @@ class Teller:
         return not isinstance(self.study.pruner, optuna.pruners.NopPruner)
 
     def _pruned(self, candidates: Sequence[int], trained: Sequence[Trained]) -> list[int]:
-        """Which of the candidates the pruner ends."""
-        if not self._prunes:
+        """Which of the candidates the pruner ends; halving waits for a whole cohort (`losers`)."""
+        if not self._prunes or isinstance(self.study.pruner, Halving):
             return []
         pruned = []
         try:
             for i in candidates:
                 if trained[i].lane.trial.should_prune():
                     pruned.append(i)
-                # Only halving looks at running trials: for the others one reading a round is enough.
+                # Only this one looks at running trials: for the others one reading a round is enough.
                 self.storage.reading_paused = not isinstance(self.study.pruner, COMPARES_RUNNING)
         finally:
             self.storage.reading_paused = False
         return pruned
+
+    def cohort(self, target: Target) -> Cohort:
+        """A new cohort, which is compared at the pruner's rungs if every epoch has a value."""
+        pruner = self.study.pruner
+        return Cohort(pruner.rungs if isinstance(pruner, Halving) and target.has_curve else ())
+
+    def losers(self, lanes: Iterable[Lane]) -> list[Ending]:
+        """How the trials end that lose at a rung, of each cohort whose trials have all reached it."""
+        cohorts: dict[Cohort, list[Lane]] = {}
+        for lane in lanes:
+            cohorts.setdefault(lane.cohort, []).append(lane)
+        endings = []
+        for cohort, members in cohorts.items():
+            if not all(lane.at_rung for lane in members):
+                continue
+            values = {lane.trial.number: lane.value for lane in members}
+            why = cohort.losers(values, members[0].record.target.maximize[0])
+            if why is None:
+                why = {lane.trial.number: "" for lane in members if lane.trial.should_prune()}
+            for lane in members:
+                if lane.trial.number in why:
+                    text = f"pruned at epoch {lane.record.epochs - 1}: {why[lane.trial.number]}".rstrip(": ")
+                    endings.append(Ending(lane, TrialState.PRUNED, text, (lane.value,)))
+        return endings
 
     def end(self, endings: Sequence[Ending]) -> list[Finished | Notice]:
         """End trials in the storage: all that is known of them and their states, in one transaction."""
@@ -195,6 +243,7 @@ class Teller:
         attributes = record.attributes(self.watch.now(), device.peak_megabytes(self.task.device))
         attributes |= {"device": device.describe(self.task.device), "lanes": lane.lanes, "seed": self.spec.seed}
         attributes |= {REASON: ending.reason} if ending.reason else {}
+        attributes |= {"micro_batch": lane.micro_batch} if lane.micro_batch else {}
         if ending.state == TrialState.COMPLETE:
             values = record.values(attributes)
             if self.weights is not None and lane.weights is not None and self._may_win(record, now=True):

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd as sgd_step
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tuner.clock import Stopwatch
 from tuner.data import Batch, Source, epoch_order, epoch_seed
@@ -152,12 +153,17 @@ class Trainer(Protocol):
 
 
 class Lone:
-    """One network, trained by itself."""
+    """One network, trained by itself.
 
-    def __init__(self, job: Job, task: Task, module: nn.Module | None = None) -> None:
+    With `micro_batch` no more than so many examples are trained or evaluated at a time: the gradient of a batch is
+    added up from its parts, which must be the same (`tuner.microbatch`).
+    """
+
+    def __init__(self, job: Job, task: Task, module: nn.Module | None = None, micro_batch: int | None = None) -> None:
         self._module = build(job, task) if module is None else module
         self._job = job
         self._task = task
+        self.micro_batch = micro_batch
         self._epoch = 0
         self._gone = False
         self._trained = [p for p in self._module.parameters() if p.requires_grad]
@@ -173,7 +179,8 @@ class Lone:
         train_loss = self._train(epoch)
         synchronize(task.device)
         train_seconds = watch.lap("train")
-        validation = evaluate(self._module, self._job.loss, task, task.validation)
+        at_once = min(EVALUATION_BATCH, self.micro_batch or EVALUATION_BATCH)
+        validation = evaluate(self._module, self._job.loss, task, task.validation, at_once)
         loss = float(train_loss)
         validate_seconds = watch.lap("validate")
         self._epoch += 1
@@ -189,17 +196,32 @@ class Lone:
 
     def _train(self, epoch: int) -> Tensor:
         """One pass over the training data; returns the mean loss without waiting for the device."""
-        module, loss_of, sgd, train = self._module.train(), self._job.loss, self._job.sgd, self._task.train
+        sgd, train = self._job.sgd, self._task.train
+        self._module.train()
         steps = -(-train.size // sgd.batch_size)
         losses, sizes = [], []
         batches = train.batches(sgd.batch_size, epoch_order(train.size, self._job.seed, epoch))
-        for step, (inputs, target) in enumerate(batches):
-            loss = loss_of(call(module, inputs), target)
-            loss.backward()
+        for step, batch in enumerate(batches):
+            losses.append(self._backward(batch))
+            sizes.append(examples_in(batch))
             self._update(sgd.rate(epoch + step / steps, self._task.epochs))
-            losses.append(loss.detach())
-            sizes.append(examples_in((inputs, target)))
         return weighted_mean(losses, sizes)
+
+    def _backward(self, batch: Batch) -> Tensor:
+        """Leave the gradient of a batch's mean loss with the parameters; returns the loss."""
+        examples = examples_in(batch)
+        leaves, structure = tree_flatten(batch)
+        at_once = self.micro_batch or examples
+        parts = [leaves] if at_once >= examples else zip(*(leaf.split(at_once) for leaf in leaves), strict=True)
+        losses = []
+        for part in parts:
+            inputs, target = tree_unflatten(list(part), structure)
+            loss = self._job.loss(call(self._module, inputs), target)
+            if at_once < examples:
+                loss = loss * (len(part[0]) / examples)
+            loss.backward()
+            losses.append(loss.detach())
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     @torch.no_grad()
     def _update(self, lr: float) -> None:
@@ -227,14 +249,16 @@ class Lone:
             self._trained[i].grad = None
 
 
-def evaluate(module: nn.Module, loss: Loss, task: Task, source: Source) -> dict[str, float]:
+def evaluate(
+    module: nn.Module, loss: Loss, task: Task, source: Source, at_once: int = EVALUATION_BATCH
+) -> dict[str, float]:
     """The loss and the task's metrics of `module` over all of `source`; waits for the device once, at the end."""
     module.eval()
     measures: dict[str, Callable[[Any, Any], Tensor]] = {"loss": loss, **task.metrics}
     device = task.device
     rows, sizes = [], []
     with torch.inference_mode():
-        for inputs, target in source.batches(EVALUATION_BATCH):
+        for inputs, target in source.batches(at_once):
             output = call(module, inputs)
             values = [f(output, target) for f in measures.values()]
             rows.append(
