@@ -76,6 +76,7 @@ def test_what_was_asked_for_is_kept() -> None:
     """Lanes as asked for, also when they leave few generations; the rest is chosen."""
     scope = replace(SCOPE, goal=20, lanes=(16,))
     assert numbers(choose(TIMINGS, scope))[2] == 16
+    assert numbers(choose([], scope)) == (1, 1, 16)
 
 
 def test_timings_are_remembered_and_only_missing_ones_are_made() -> None:
@@ -111,8 +112,10 @@ def test_a_broken_memory_is_measured_anew(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert remembered("key", lambda known: [Timing(1, 1, 0.1)])[1] is False
 
 
-def test_timing_covers_lone_trials_and_stacks_and_stops_in_time() -> None:
+def test_timing_covers_lone_trials_and_stacks_and_stops_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default study: lone trials and stacks are timed; a small goal is not worth measuring everything for."""
+    monkeypatch.setattr("tuner.measure.MOST_SECONDS", 1e9)
+    monkeypatch.setattr("tuner.measure.SHARE", 1e9)
     loaded = load_spec("digits_mlp")
     from tuner.data import prepare
 
@@ -123,6 +126,7 @@ def test_timing_covers_lone_trials_and_stacks_and_stops_in_time() -> None:
     timings = time_ways(task, jobs, scope, [])
     assert {(t.lanes, t.threads) for t in timings} == {(1, 1), (4, 1), (16, 1)}
     assert all(t.seconds > 0 for t in timings)
+    monkeypatch.setattr("tuner.measure.SHARE", 1e-9)
     few = time_ways(task, jobs, replace(scope, goal=1), [])
     assert [(t.lanes, t.threads) for t in few] == [(1, 1)]
 

@@ -121,7 +121,8 @@ def choose(timings: Sequence[Timing], scope: Scope) -> Choice:
         several = [(way.workers > min(scope.workers), GAIN), (way.lanes > 1, GAIN), (way.threads > 1, THREADS_GAIN)]
         return way.seconds * math.prod(factor for is_so, factor in several if is_so)
 
-    return min(choices(timings, scope), key=cost)
+    nothing_timed = Choice(min(scope.workers), min(scope.threads), min(scope.lanes), math.inf)
+    return min(choices(timings, scope), key=cost, default=nothing_timed)
 
 
 def choices(timings: Sequence[Timing], scope: Scope) -> Iterator[Choice]:
