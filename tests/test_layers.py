@@ -26,9 +26,10 @@ LAYERS = """
     results
     measure
     assemble plan
-    stack
+    stack widths
     program
-    capture train
+    padding
+    capture train signature
     data
     device
     clock dropout interrupt storage_url

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from torch import nn
 
-from tuner.program import CannotStack, Program, difference, signature
+from tuner.padding import form, template
+from tuner.program import CannotStack, Program
+from tuner.signature import difference, signature
 from tuner.stack import Stack
 from tuner.train import Job, Lone, Task, Trainer, build
+from tuner.widths import Choice, Member, Wide, families
 
 MIXED_LANES = 4
 """Where groups of one batch size would have fewer lanes than this, on average, batch sizes are mixed in one stack.
 Measured: docs/measurements.md."""
+
+Built = tuple[Job, nn.Module]
+"""A trial and its network."""
+
+Kinds = dict[Hashable, list[Built]]
+"""Trials by the signature of their networks."""
 
 
 @dataclass
@@ -32,12 +41,14 @@ class Assembler:
     def __init__(self, task: Task) -> None:
         self._task = task
         self._programs: dict[Hashable, Program | None] = {}
+        self._padded: dict[Hashable, dict[Wide, Program]] = {}
+        self._unpadded: set[Hashable] = set()
         self._said: set[str] = set()
 
     def assemble(self, jobs: Sequence[Job], lanes: int) -> Assembly:
         """Trainers for `jobs`, in stacks of at most `lanes`."""
         made = Assembly()
-        kinds: dict[Hashable, list[tuple[Job, nn.Module]]] = {}
+        kinds: Kinds = {}
         for job in jobs:
             try:
                 module = build(job, self._task)
@@ -46,12 +57,65 @@ class Assembler:
                 continue
             kind: Hashable = signature(module, job.loss_key) if lanes > 1 and len(jobs) > 1 else job.number
             kinds.setdefault(kind, []).append((job, module))
-        self._say_why_apart(kinds, made)
+        total = sum(map(len, kinds.values()))
+        if lanes > 1 and len(kinds) > 1:
+            self._pad(kinds, lanes, made)
+        self._say_why_apart(kinds, made, total)
         for kind, members in kinds.items():
             program = self._program(kind, *members[0], made) if len(members) > 1 else None
             for group in _groups(members, program, lanes):
                 made.trainers += self._train_together(kind, group, program, made)
         return made
+
+    def _pad(self, kinds: Kinds, lanes: int, made: Assembly) -> None:
+        """Take those out of `kinds` that are trained in stacks of different widths."""
+        skeletons: dict[Hashable, list[Member]] = {}
+        for kind, members in kinds.items():
+            # Enough trials of equal shapes are a stack that needs no padding.
+            for job, module in members if len(members) < MIXED_LANES else ():
+                taken = form(module, job.loss_key)
+                skeletons.setdefault(taken.skeleton, []).append(Member(job, module, kind, taken))
+        for skeleton, alike in skeletons.items():
+            if skeleton in self._unpadded:
+                continue
+            for family in families(alike):
+                if any(len(kinds[member.kind]) == 1 for member in family):
+                    self._pad_family(skeleton, family, kinds, lanes, made)
+        for kind in [kind for kind, members in kinds.items() if not members]:
+            del kinds[kind]
+
+    def _pad_family(
+        self, skeleton: Hashable, family: Sequence[Member], kinds: Kinds, lanes: int, made: Assembly
+    ) -> None:
+        known = self._padded.setdefault(skeleton, {})
+        choice = Choice(family, list(known), self._task, lanes)
+        for cluster, wide in choice.clusters():
+            if skeleton in self._unpadded:
+                return
+            try:
+                if wide not in known:
+                    network = template(cluster[0].module, wide.sizes, wide.numbers)
+                    known[wide] = Program(cluster[0].job, network, self._task)
+            except Exception as error:
+                why = str(error) if isinstance(error, CannotStack) else f"{type(error).__name__}: {error}"
+                self._do_not_pad(skeleton, why, made)
+                return
+            for group in choice.stacks(cluster, wide, known[wide].mixable):
+                if len(group) == 1:
+                    continue
+                for member in group:
+                    kinds[member.kind].remove((member.job, member.module))
+                try:
+                    made.trainers.append(self._stack([(m.job, m.module) for m in group], known[wide]))
+                except CannotStack as why:
+                    self._do_not_pad(skeleton, str(why), made)
+                    # The comparison may have changed these networks.
+                    for member in group:
+                        kinds[member.kind].append((member.job, build(member.job, self._task)))
+
+    def _do_not_pad(self, skeleton: Hashable, why: str, made: Assembly) -> None:
+        self._unpadded.add(skeleton)
+        self._say(f"trials of different widths are not padded to share a stack: {why}", made)
 
     def _program(self, kind: Hashable, job: Job, module: nn.Module, made: Assembly) -> Program | None:
         if kind not in self._programs:
@@ -64,37 +128,39 @@ class Assembler:
         return self._programs[kind]
 
     def _train_together(
-        self, kind: Hashable, group: Sequence[tuple[Job, nn.Module]], program: Program | None, made: Assembly
+        self, kind: Hashable, group: Sequence[Built], program: Program | None, made: Assembly
     ) -> list[Trainer]:
         if program is not None and len(group) > 1:
             try:
-                return [Stack([job for job, _ in group], [module for _, module in group], program, self._task)]
+                return [self._stack(group, program)]
             except CannotStack as why:
                 self._give_up(kind, str(why), made)
                 # The comparison may have changed these networks.
                 return [Lone(job, self._task) for job, _ in group]
         return [Lone(job, self._task, module) for job, module in group]
 
-    def _say_why_apart(self, kinds: Mapping[Hashable, Sequence[tuple[Job, nn.Module]]], made: Assembly) -> None:
-        """Tell once what keeps trials apart, where most of them have a structure of their own."""
+    def _stack(self, group: Sequence[Built], program: Program) -> Stack:
+        return Stack([job for job, _ in group], [module for _, module in group], program, self._task)
+
+    def _say_why_apart(self, kinds: Kinds, made: Assembly, total: int) -> None:
+        """Tell once what keeps trials apart, where most of the `total` have a structure of their own."""
         single = [kind for kind, members in kinds.items() if len(members) == 1]
-        total = sum(len(members) for members in kinds.values())
-        if len(single) > 1 and 2 * len(single) > total and isinstance(single[0], tuple):
+        if len(single) > 1 and 2 * len(single) > total and isinstance(single[0], tuple) and "apart" not in self._said:
+            self._said.add("apart")
             why = f"they differ in {difference(single[0], single[1])}"
-            if "apart" not in self._said:
-                self._said.add("apart")
-                made.notices.append(f"{len(single)} of {total} trials are trained alone, not in a stack: {why}")
+            made.notices.append(f"{len(single)} of {total} trials are trained alone, not in a stack: {why}")
 
     def _give_up(self, kind: Hashable, why: str, made: Assembly) -> None:
         self._programs[kind] = None
-        if why not in self._said:
-            self._said.add(why)
-            made.notices.append(f"trials of this kind are trained alone, not in a stack: {why}")
+        self._say(f"trials of this kind are trained alone, not in a stack: {why}", made)
+
+    def _say(self, notice: str, made: Assembly) -> None:
+        if notice not in self._said:
+            self._said.add(notice)
+            made.notices.append(notice)
 
 
-def _groups(
-    members: Sequence[tuple[Job, nn.Module]], program: Program | None, lanes: int
-) -> Iterator[Sequence[tuple[Job, nn.Module]]]:
+def _groups(members: Sequence[Built], program: Program | None, lanes: int) -> Iterator[Sequence[Built]]:
     """The members by batch size, or mixed where that is allowed and pays; at most `lanes` together."""
     sizes = sorted({job.sgd.batch_size for job, _ in members})
     chain = all(larger % smaller == 0 for smaller, larger in pairwise(sizes))
