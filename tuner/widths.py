@@ -25,20 +25,23 @@ RECORD_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds to start the operations of one step, for each multiplication of a step, and for each weight's update.
+    """Seconds to start the operations of one step (alone, in a stack, in a stack of several batch sizes), for each
+    multiplication of a step, and for each weight's update.
 
     Estimates: only their relations matter.
     """
 
-    step: float
+    alone: float
+    stacked: float
+    mixed: float
     product: float
     weight: float
 
 
-CPU = Speed(step=5e-4, product=4e-11, weight=5e-9)
+CPU = Speed(alone=5e-4, stacked=6e-4, mixed=8e-4, product=4e-11, weight=5e-9)
 """One core, measured with 2 to 24 lanes of 1 to 3 layers of 16 to 128 units, batches of 32 and 256."""
 
-ACCELERATOR = Speed(step=5e-4, product=1e-12, weight=2e-11)
+ACCELERATOR = Speed(alone=5e-4, stacked=6e-4, mixed=8e-4, product=4e-13, weight=2e-11)
 """Not measured: from the peak figures of data-centre GPUs."""
 
 
@@ -156,18 +159,19 @@ class Choice:
                 if len(group) > 1 and (group[1] % group[0] or not mixable):
                     break
                 seconds, groups = best[start]
-                seconds += self._epoch(group[0], sum(map(sizes.count, group)), work)
+                seconds += self._epoch(group, sum(map(sizes.count, group)), work)
                 ways.append((seconds, [*groups, group]))
             best.append(min(ways))
         return best[-1]
 
-    def _epoch(self, micro: int, count: int, work: tuple[float, int]) -> float:
-        """Seconds of one epoch of a stack of `count` lanes; stacks that are too wide become several of equal size."""
-        products, weights = work
-        lane = micro * products * self._speed.product + weights * self._speed.weight
+    def _epoch(self, batch_sizes: Sequence[int], count: int, work: tuple[float, int]) -> float:
+        """Seconds of one epoch of a stack of `count` lanes; one that is too wide becomes several of equal size."""
+        speed, micro = self._speed, batch_sizes[0]
+        start = speed.alone if count == 1 else speed.stacked if len(batch_sizes) == 1 else speed.mixed
+        lane = micro * work[0] * speed.product + work[1] * speed.weight
         # One step more for the evaluation.
         steps = -(-self._task.train.size // micro) + 1
-        return steps * (-(-count // self._lanes) * self._speed.step + count * lane)
+        return steps * (-(-count // self._lanes) * start + count * lane)
 
     def _work(self, sizes: Sequence[int]) -> tuple[float, int]:
         """Multiplications for each example, three times those of the forward pass, and weights."""
