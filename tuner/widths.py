@@ -169,8 +169,8 @@ class Choice:
         speed, micro = self._speed, batch_sizes[0]
         start = speed.alone if count == 1 else speed.stacked if len(batch_sizes) == 1 else speed.mixed
         lane = micro * work[0] * speed.product + work[1] * speed.weight
-        # One step more for the evaluation.
-        steps = -(-self._task.train.size // micro) + 1
+        # The evaluation and what else an epoch takes are about four steps more.
+        steps = -(-self._task.train.size // micro) + 4
         return steps * (-(-count // self._lanes) * start + count * lane)
 
     def _work(self, sizes: Sequence[int]) -> tuple[float, int]:
