@@ -446,3 +446,28 @@ def test_a_padded_epoch_waits_for_nothing_and_laps_both_parts() -> None:
     watch = Stopwatch()
     stack.epoch(watch)
     assert set(watch.totals) == {"train", "validate"}
+
+
+class Choosy(nn.Module):
+    """It refuses weights that training from its start never gives it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, width), nn.Linear(width, 3)
+        nn.init.zeros_(self.first.bias)
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            changed = bool(self.first.bias.any())
+        except RuntimeError:
+            changed = False  # In a stack nobody can look.
+        if changed:
+            raise ValueError("a bias")
+        return self.last(self.first(x))
+
+
+def test_a_network_that_raises_with_other_weights_is_not_padded() -> None:
+    """The comparison with changed weights may be refused by the network: then its trials are trained alone."""
+    made = assert_like_alone(jobs_of(Choosy), 0)
+    assert "ValueError in a wider network: a bias" in made.notices[0]

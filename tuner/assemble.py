@@ -76,10 +76,8 @@ class Assembler:
                 taken = form(module, job.loss_key)
                 skeletons.setdefault(taken.skeleton, []).append(Member(job, module, kind, taken))
         for skeleton, alike in skeletons.items():
-            if skeleton in self._unpadded:
-                continue
             for family in families(alike):
-                if any(len(kinds[member.kind]) == 1 for member in family):
+                if skeleton not in self._unpadded and any(len(kinds[member.kind]) == 1 for member in family):
                     self._pad_family(skeleton, family, kinds, lanes, made)
         for kind in [kind for kind, members in kinds.items() if not members]:
             del kinds[kind]
@@ -87,34 +85,30 @@ class Assembler:
     def _pad_family(
         self, skeleton: Hashable, family: Sequence[Member], kinds: Kinds, lanes: int, made: Assembly
     ) -> None:
+        """The same for networks that differ in their sizes alone; what cannot be padded stays in `kinds`."""
         known = self._padded.setdefault(skeleton, {})
         choice = Choice(family, list(known), self._task, lanes)
         for cluster, wide in choice.clusters():
-            if skeleton in self._unpadded:
-                return
             try:
                 if wide not in known:
                     network = template(cluster[0].module, wide.sizes, wide.numbers)
                     known[wide] = Program(cluster[0].job, network, self._task)
+                for group in choice.stacks(cluster, wide, known[wide].mixable):
+                    if len(group) > 1:
+                        made.trainers.append(self._stack([(m.job, m.module) for m in group], known[wide]))
+                        for member in group:
+                            kinds[member.kind].remove((member.job, member.module))
             except Exception as error:
-                why = str(error) if isinstance(error, CannotStack) else f"{type(error).__name__}: {error}"
-                self._do_not_pad(skeleton, why, made)
+                self._do_not_pad(skeleton, error, made)
+                # The comparison may have changed these networks.
+                changed = {m.job.number for m in cluster}
+                for members in kinds.values():
+                    members[:] = [(job, build(job, self._task) if job.number in changed else m) for job, m in members]
                 return
-            for group in choice.stacks(cluster, wide, known[wide].mixable):
-                if len(group) == 1:
-                    continue
-                for member in group:
-                    kinds[member.kind].remove((member.job, member.module))
-                try:
-                    made.trainers.append(self._stack([(m.job, m.module) for m in group], known[wide]))
-                except CannotStack as why:
-                    self._do_not_pad(skeleton, str(why), made)
-                    # The comparison may have changed these networks.
-                    for member in group:
-                        kinds[member.kind].append((member.job, build(member.job, self._task)))
 
-    def _do_not_pad(self, skeleton: Hashable, why: str, made: Assembly) -> None:
+    def _do_not_pad(self, skeleton: Hashable, error: Exception, made: Assembly) -> None:
         self._unpadded.add(skeleton)
+        why = str(error) if isinstance(error, CannotStack) else f"{type(error).__name__} in a wider network: {error}"
         self._say(f"trials of different widths are not padded to share a stack: {why}", made)
 
     def _program(self, kind: Hashable, job: Job, module: nn.Module, made: Assembly) -> Program | None:

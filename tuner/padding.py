@@ -76,7 +76,9 @@ def wide_numbers(forms: Sequence[Form], sizes: Sequence[int]) -> list[set[int]]:
 
     An empty set: the number differs, and follows no size.
     """
-    pairs = set(zip(zip(*(f.sizes for f in forms), strict=True), sizes, strict=True))
+    columns = zip(zip(*(f.sizes for f in forms), strict=True), sizes, strict=True)
+    # A size that nothing changes says nothing about a number that stays the same.
+    pairs = {(column, size) for column, size in columns if set(column) != {size}}
     found: list[set[int]] = []
     for column in zip(*(f.numbers for f in forms), strict=True):
         same = {column[0]} if len(set(column)) == 1 else set()
