@@ -26,9 +26,10 @@ LAYERS = """
     results
     measure
     assemble plan
-    stack microbatch
+    stack microbatch widths
     program
-    capture train
+    padding
+    capture train signature
     rewrite
     listing
     data

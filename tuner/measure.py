@@ -28,8 +28,8 @@ from tuner.train import Job, Task, Trainer
 EXAMPLES = 512
 """Trials are timed on this many examples at most: two steps of the largest usual batch."""
 
-LONE_JOBS = 8
-"""So many trials are timed alone."""
+LONE_JOBS = 16
+"""So many trials are timed alone: where architectures vary, a few say little about the others."""
 
 SECONDS = 0.1
 """Each way is timed for this long, after it has run once."""

@@ -1,16 +1,14 @@
 """One network's training step and evaluation as functions of stacked parameters, recorded once for any number of lanes.
 
-Trials whose networks have the same signature run the same program. What a program does is compared with the network
-itself before it is used (`Program.check`).
+Trials whose networks have the same signature run the same program, and so do narrower networks, padded
+(`tuner.padding`). What a program does is compared with the network itself before it is used (`Program.check`).
 Legend of names: K lanes, B examples, P parameters, M measures.
 """
 
 from __future__ import annotations
 
 import copy
-import types
-import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +20,18 @@ from tuner.capture import Captured, capture
 from tuner.data import Batch, Source
 from tuner.device import widest
 from tuner.listing import NotCapturable
+from tuner.padding import mask, pad, part_of, rest_of
+from tuner.signature import frozen, signature
 from tuner.train import Job, Loss, Task, call, seed_generators
 
 TOLERANCE = 1e-4
 """How far a lane's loss and gradient may be from its own network's, relative to their size."""
 
 PROBE_EXAMPLES = 8
+
+PROBE_NOISE = 0.1
+"""Padded networks are compared with these random changes to their weights, too: what a difference of theirs is
+multiplied with may be zero at the start."""
 
 
 class CannotStack(Exception):  # noqa: N818 - no error: the trials run alone
@@ -46,6 +50,7 @@ class Program:
         self._module = copy.deepcopy(module)  # Recording calls it, and may change what it remembers.
         self._task = task
         self.trained, self.fixed = _names(module, job.loss, task)
+        self._shapes = {n: t.shape for n, t in [*module.named_parameters(), *module.named_buffers()]}
         inputs_target = sample(task.train, PROBE_EXAMPLES)
         leaves, self._structure = tree_flatten(inputs_target)
         self._loss = job.loss
@@ -55,32 +60,62 @@ class Program:
         self.mixable = not self.train.random and self._is_mean(leaves)
 
     def tensors(self, module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-        """The module's tensors in the order of `trained` and `fixed`."""
+        """The module's tensors in the order of `trained` and `fixed`, padded to the program's shapes."""
         named = dict([*module.named_parameters(), *module.named_buffers()])
-        return [named[n].detach() for n in self.trained], [named[n].detach() for n in self.fixed]
+        padded = {n: pad(t.detach(), self._shapes[n], rest_of(t)) for n, t in named.items()}
+        return [padded[n] for n in self.trained], [padded[n] for n in self.fixed]
+
+    def masks(self, modules: Sequence[nn.Module]) -> list[Tensor] | None:
+        """For each of `trained`, stacked: one where a lane has weights of its own, else zero. None without padding."""
+        named = [dict([*module.named_parameters(), *module.named_buffers()]) for module in modules]
+        if all(tensors[n].shape == shape for tensors in named for n, shape in self._shapes.items()):
+            return None
+        return [torch.stack([mask(tensors[n], self._shapes[n]) for tensors in named]) for n in self.trained]
 
     def check(self, modules: Sequence[nn.Module], losses: Sequence[Loss], seeds: Sequence[int]) -> None:
         """Compare each lane with its own network, on a few examples: loss, gradient, buffers.
 
-        Of the evaluation only that it is finite is looked at.
+        Of the evaluation only that it is finite is looked at, unless a lane is padded: then it is compared, too, and
+        all of it once more with other weights.
 
         Raises `CannotStack` on any difference that is not rounding, and where a forward pass changes something that is
-        no tensor, which a record would not repeat. The modules are used up: their buffers may have changed.
+        no tensor, which a record would not repeat. The modules are used up: their tensors may have changed.
         """
+        masks = self.masks(modules)
+        self._check(modules, losses, seeds, masks)
+        if masks is not None:
+            generator = torch.Generator().manual_seed(0)
+            for parameter in (p for module in modules for p in module.parameters()):
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+                parameter.data.add_(noise, alpha=PROBE_NOISE)
+            self._check(modules, losses, seeds, masks)
+
+    def _check(
+        self, modules: Sequence[nn.Module], losses: Sequence[Loss], seeds: Sequence[int], masks: list[Tensor] | None
+    ) -> None:
         leaves = tree_leaves(sample(self._task.train, PROBE_EXAMPLES))
+        batch = tree_unflatten(leaves, self._structure)
         lists = [self.tensors(module) for module in modules]
         trained = [torch.stack(tensors) for tensors in zip(*(t for t, _ in lists), strict=True)]
         fixed = [torch.stack(tensors) for tensors in zip(*(f for _, f in lists), strict=True)]
         seed_generators(seeds[0])
         *gradients, losses_K = self.train.run(*trained, *fixed, *leaves)
+        if masks is not None:
+            gradients = list(torch._foreach_mul(gradients, masks))
         measured_KM = self.evaluate.run(*trained, *fixed, *leaves)[0]
         for lane, (module, loss) in enumerate(zip(modules, losses, strict=True)):
             seed_generators(seeds[lane])
             before = _plain_state(module.train(), loss)
-            own = _alone(module, loss, tree_unflatten(leaves, self._structure), self.trained, self.fixed)
+            value, own, buffers = _alone(module, loss, batch, self.trained, self.fixed)
             if _plain_state(module, loss) != before:
                 raise CannotStack("its forward pass or its loss changes an attribute")
-            _compare((losses_K[lane], [g[lane] for g in gradients], [f[lane] for f in fixed]), own)
+            mine = [part_of(f[lane], b.shape) for f, b in zip(fixed, buffers, strict=True)]
+            padded = [pad(g, self._shapes[n]) for n, g in zip(self.trained, own, strict=True)]
+            _compare((losses_K[lane], [g[lane] for g in gradients], mine), (value, padded, buffers))
+            if masks is not None:
+                measured = _measured(module, (loss, *self._task.metrics.values()), batch, measured_KM.dtype)
+                if not _distance([measured_KM[lane]], [measured]) < TOLERANCE:
+                    raise CannotStack("their evaluation differs from that alone")
         if not torch.isfinite(measured_KM).all() and torch.isfinite(losses_K).all():
             raise CannotStack("its evaluation differs in a stack")
 
@@ -162,64 +197,10 @@ def adds_up(gradients: Callable[[Sequence[Tensor]], list[Tensor]], leaves: Seque
     return _distance(mean, whole) < TOLERANCE
 
 
-def signature(module: nn.Module, loss_key: Hashable) -> tuple[Hashable, Hashable, Hashable]:
-    """What two networks must share to run the same program: structure, shapes, every setting that is not a tensor."""
-    layers = []
-    known = {id(t): name for name, t in [*module.named_parameters(), *module.named_buffers()]}
-    for name, layer in module.named_modules(remove_duplicate=False):
-        settings = {k: v for k, v in vars(layer).items() if k not in _NOT_SETTINGS}
-        layers.append((name, type(layer), _frozen(settings, known)))
-    tensors = [
-        (name, tuple(t.shape), t.dtype, t.requires_grad, t.stride())
-        for name, t in [*module.named_parameters(), *module.named_buffers()]
-    ]
-    return (tuple(layers), tuple(tensors), loss_key)
-
-
-_NOT_SETTINGS = ("_parameters", "_buffers", "_modules")
-
-
 def _plain_state(module: nn.Module, loss: Loss) -> Hashable:
     """Everything of a network and a loss that is no tensor of the network's."""
     cells = [cell.cell_contents for cell in getattr(loss, "__closure__", None) or ()]
-    return (signature(module, None)[0], _frozen([getattr(loss, "__dict__", {}), cells], {}))
-
-
-def difference(one: Hashable, other: Hashable) -> str:
-    """What keeps trials of these two signatures apart, in words."""
-    (layers, tensors, _), (other_layers, other_tensors, _) = one, other  # type: ignore[misc]
-    if [t[:2] for t in tensors] != [t[:2] for t in other_tensors]:  # type: ignore[has-type]
-        return "the shapes of their weights"
-    for a, b in zip(layers, other_layers, strict=False):  # type: ignore[has-type]
-        if a != b:
-            return f"the settings of {a[0] or 'the network'} ({a[1].__name__})"
-    return "what their loss depends on"
-
-
-def _frozen(value: Any, known: Mapping[int, str]) -> Hashable:
-    """A setting as something that is equal exactly if the settings are; an unknown object equals only itself.
-
-    `known` are the names of the network's own tensors by `id`: layers keep lists of them.
-    """
-    if value is None or isinstance(value, (bool, int, str, bytes, torch.dtype, torch.device, torch.Size)):
-        return (type(value), value)
-    if isinstance(value, Tensor):
-        return known.get(id(value)) or (value.dtype, tuple(value.shape), tuple(value.detach().flatten().tolist()))
-    if isinstance(value, weakref.ref):
-        return _frozen(value(), known)
-    if isinstance(value, float):
-        return (float, value.hex())
-    if isinstance(value, (list, tuple)):
-        return (type(value), tuple(_frozen(item, known) for item in value))
-    if isinstance(value, (set, frozenset)):
-        return (type(value), frozenset(_frozen(item, known) for item in value))
-    if isinstance(value, dict):
-        return (type(value), tuple((_frozen(k, known), _frozen(v, known)) for k, v in value.items()))
-    if isinstance(value, types.FunctionType) and value.__closure__ is None and not value.__defaults__:
-        return (types.FunctionType, value.__code__)
-    if isinstance(value, (type, types.BuiltinFunctionType)):
-        return (type(value), id(value))
-    return ("only itself", id(value))
+    return (signature(module, None)[0], frozen([getattr(loss, "__dict__", {}), cells], {}))
 
 
 def sample(source: Source, count: int) -> Batch:
@@ -260,6 +241,14 @@ def _alone(
     for p in parameters.values():
         p.grad = None
     return value.detach(), gradients, [named[n].detach().clone() for n in fixed]
+
+
+def _measured(module: nn.Module, measures: Sequence[Loss], batch: Batch, kind: torch.dtype) -> Tensor:
+    """The network's own evaluation of a batch, M."""
+    module.eval()
+    with torch.no_grad():
+        output = call(module, batch[0])
+        return torch.stack([torch.as_tensor(m(output, batch[1]), dtype=kind).reshape(()) for m in measures])
 
 
 def _compare(mine: tuple[Tensor, list[Tensor], list[Tensor]], own: tuple[Tensor, list[Tensor], list[Tensor]]) -> None:

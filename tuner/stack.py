@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from tuner.clock import Stopwatch
 from tuner.data import epoch_order, epoch_seed
 from tuner.device import synchronize
+from tuner.padding import part_of
 from tuner.program import Program
 from tuner.train import EVALUATION_BATCH, EpochResult, Job, Task, seed_generators, weighted_mean
 
@@ -30,7 +31,9 @@ class Stack:
         self._program = program
         self._task = task
         self._epoch = 0
-        self._template = modules[0]
+        self._masks = program.masks([modules[lane] for lane in order])
+        # Lanes of one shape share a network to take their state dictionaries from.
+        self._networks = {job.number: modules[lane if self._masks else 0] for lane, job in enumerate(jobs)}
         tensors = [program.tensors(modules[lane]) for lane in order]
         self._trained = [torch.stack(lanes) for lanes in zip(*(t for t, _ in tensors), strict=True)]
         self._fixed = [torch.stack(lanes) for lanes in zip(*(f for _, f in tensors), strict=True)]
@@ -71,11 +74,11 @@ class Stack:
         lane = self.numbers.index(number)
         rows = dict(zip(self._program.trained, self._trained, strict=True))
         rows |= dict(zip(self._program.fixed, self._fixed, strict=True))
-        named = dict([*self._template.named_parameters(), *self._template.named_buffers()])
+        network = self._networks[number]
         with torch.no_grad():
-            for name, tensor in named.items():
-                tensor.copy_(rows[name][lane])
-        return {name: t.detach().to("cpu", copy=True) for name, t in self._template.state_dict().items()}
+            for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
+                tensor.copy_(part_of(rows[name][lane], tensor.shape))
+        return {name: t.detach().to("cpu", copy=True) for name, t in network.state_dict().items()}
 
     def leave(self, numbers: Sequence[int]) -> None:
         kept = [lane for lane, job in enumerate(self._jobs) if job.number not in numbers]
@@ -87,6 +90,9 @@ class Stack:
             [tensor.index_select(0, rows) for tensor in tensors]
             for tensors in (self._trained, self._fixed, self._momenta)
         )
+        if self._masks:
+            self._masks = [mask.index_select(0, rows) for mask in self._masks]
+        self._networks = {job.number: self._networks[job.number] for job in self._jobs}
         if self._jobs:
             self._settle()
 
@@ -117,6 +123,8 @@ class Stack:
         for step, batch in enumerate(task.train.batches(self._micro, order_N)):
             leaves = tree_leaves(batch)
             *gradients, losses_K = program.train.run(*self._trained, *self._fixed, *leaves)
+            if self._masks:
+                gradients = list(torch._foreach_mul(gradients, self._masks))
             losses.append(losses_K)
             sizes.append(len(leaves[0]))
             if whole == len(self._jobs):

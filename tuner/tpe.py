@@ -12,6 +12,7 @@ latest, half chosen evenly from those before, which carry the weight of all of t
 
 from __future__ import annotations
 
+import threading
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,6 +100,7 @@ class RoundTPESampler(TPESampler):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._best: dict[str, _Best] = {}
+        self._lock = threading.Lock()
 
     @contextmanager
     def round(self, trials: int) -> Iterator[None]:
@@ -152,8 +154,9 @@ class RoundTPESampler(TPESampler):
         if key not in seen.fits:
             seen.fits[key] = self._fit(study, seen, search_space, self._round.trials)
         siblings = self._round.siblings
-        others = {number: s for number, s in siblings.items() if self._constant_liar and number != trial.number}
-        chosen = self._compare(*seen.fits[key].score(others))
+        with self._lock:  # `Study.optimize` with several jobs asks from several threads.
+            others = {number: s for number, s in siblings.items() if self._constant_liar and number != trial.number}
+            chosen = self._compare(*seen.fits[key].score(others))
         found = {name: distribution.to_external_repr(chosen[name]) for name, distribution in search_space.items()}
         siblings.setdefault(trial.number, _Sibling(trial)).drawn.update(found)
         return found

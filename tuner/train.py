@@ -123,7 +123,11 @@ class EpochResult:
 
 def seed_generators(seed: int) -> None:
     """Seed PyTorch's generators, Python's and NumPy's: a model or a data set may draw from any of them."""
-    torch.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        # That notes the caller's stack for each kind of device that might come yet: 0.4 ms, in lists that only grow.
+        torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % (1 << 32))
