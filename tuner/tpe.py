@@ -6,14 +6,14 @@ Between the trials of a round nothing new is observed, so here the fit is kept. 
 and g gets one more kernel for each sibling before it, as from a bad trial: that keeps them apart (the constant liar of
 Ginsbourger et al. 2010, as Optuna has it).
 
-What a fit costs stops to grow: l is made of at most the `KERNELS` best trials; g of as many others, half of them the
-latest, half chosen evenly from those before, which carry the weight of all of them.
+What a fit costs stops to grow: l is made of at most the `KERNELS` best trials, g of as many others: half are the latest,
+half chosen evenly from those before, with the weight of all of them.
 """
 
 from __future__ import annotations
 
-import threading
 import inspect
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -100,7 +100,6 @@ class RoundTPESampler(TPESampler):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._best: dict[str, _Best] = {}
-        self._lock = threading.Lock()
 
     @contextmanager
     def round(self, trials: int) -> Iterator[None]:
@@ -133,9 +132,8 @@ class RoundTPESampler(TPESampler):
     def _sample_relative(self, study: Study, trial: FrozenTrial, search_space: Space) -> dict[str, Any]:
         if self._round is None:
             return super()._sample_relative(study, trial, search_space)
-        if not search_space or len(self._seen(study, self._round).finished) < self._n_startup_trials:
-            return {}
-        return self._sample(study, trial, search_space)
+        known = len(self._seen(study, self._round).finished)
+        return self._sample(study, trial, search_space) if search_space and known >= self._n_startup_trials else {}
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
@@ -154,7 +152,7 @@ class RoundTPESampler(TPESampler):
         if key not in seen.fits:
             seen.fits[key] = self._fit(study, seen, search_space, self._round.trials)
         siblings = self._round.siblings
-        with self._lock:  # `Study.optimize` with several jobs asks from several threads.
+        with self._round.lock:  # `Study.optimize` with several jobs asks from several threads.
             others = {number: s for number, s in siblings.items() if self._constant_liar and number != trial.number}
             chosen = self._compare(*seen.fits[key].score(others))
         found = {name: distribution.to_external_repr(chosen[name]) for name, distribution in search_space.items()}
@@ -262,6 +260,7 @@ class _Round:
     trials: int
     siblings: dict[int, _Sibling] = field(default_factory=dict)
     seen: _Seen | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass
@@ -280,8 +279,7 @@ class _Fit:
         """Candidates for a trial, and log(l/g) of each, with a kernel in g for each of its siblings."""
         samples, log_l, log_g = next(self.candidates)
         for number in sorted(siblings.keys() - self.known):
-            params = siblings[number].params
-            if self.space.keys() <= params.keys():
+            if self.space.keys() <= (params := siblings[number].params).keys():
                 self.known.add(number)
                 for name, distribution in self.space.items():
                     value = distribution.to_internal_repr(params[name])
