@@ -6,8 +6,8 @@ Between the trials of a round nothing new is observed, so here the fit is kept. 
 and g gets one more kernel for each sibling before it, as from a bad trial: that keeps them apart (the constant liar of
 Ginsbourger et al. 2010, as Optuna has it).
 
-What a fit costs stops to grow: l is made of at most the `KERNELS` best trials, g of as many others: half are the latest,
-half chosen evenly from those before, with the weight of all of them.
+What a fit costs stops to grow: l is made of at most the `KERNELS` best trials, g of as many others, half of them the
+latest, half chosen evenly from those before, with the weight of all of them.
 """
 
 from __future__ import annotations
@@ -148,8 +148,7 @@ class RoundTPESampler(TPESampler):
         if self._round is None:
             return super()._sample(study, trial, search_space)
         seen = self._seen(study, self._round)
-        key = repr(search_space)  # choices need not be hashable
-        if key not in seen.fits:
+        if (key := repr(search_space)) not in seen.fits:  # choices need not be hashable
             seen.fits[key] = self._fit(study, seen, search_space, self._round.trials)
         siblings = self._round.siblings
         with self._round.lock:  # `Study.optimize` with several jobs asks from several threads.
