@@ -13,6 +13,7 @@ import torch
 from tuner.assemble import Assembler
 from tuner.clock import Stopwatch
 from tuner.data import Data
+from tuner.device import set_precision
 from tuner.interrupt import Interrupt
 from tuner.owner import this_process
 from tuner.results import Target
@@ -35,6 +36,7 @@ class Assignment:
     device: str
     threads: int
     lanes: int
+    precision: str
     sampler: str
     pruner: str
     threshold: float | None
@@ -101,7 +103,8 @@ def make_search(
         sampler=sampler(assignment.sampler, assignment.sampler_seed(worker)),
         pruner=pruner(assignment.pruner, spec.epochs, assignment.threshold, target.maximize[0]),
     )
-    task = spec.task(data, device)
+    set_precision(assignment.precision)
+    task = spec.task(data, device, assignment.precision)
     weights = None if assignment.weights is None else WeightsFolder(Path(assignment.weights), assignment.study_name)
     teller = Teller(study, storage, spec, task, watch, storage.owner, weights)
     return Search(study, teller, Assembler(task), target, budget, interrupt, assignment.lanes)

@@ -11,8 +11,9 @@ import os
 import platform
 import resource
 import sys
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,6 +23,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of glibc's malloc.h."""
 
 KEPT_BYTES = 1 << 30
+
+PRECISIONS = ("float32", "tf32", "bf16")
+"""``tf32`` lets an NVIDIA GPU round the factors of matrix products and convolutions to 10 bits; ``bf16`` computes them
+in bfloat16 by autocast, with the weights kept in float32."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,20 @@ def _processor() -> str:
 def cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def set_precision(precision: str) -> None:
+    """Allow or forbid TF32 in this process. PyTorch allows it for convolutions alone; here it is all or nothing."""
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    """A forward pass and its loss are computed in this context. bfloat16 has float32's range: no scaling is needed."""
+    if precision != "bf16":
+        return nullcontext()
+    # Without the cache: what it keeps would be a part of one recorded call and not of the next.
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 
 def keep_host_memory() -> None:

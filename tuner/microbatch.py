@@ -62,11 +62,12 @@ def _compared(job: Job, module: nn.Module, task: Task, examples: int) -> str:
 
     def gradients(batch: Sequence[Tensor]) -> list[Tensor]:
         inputs, target = tree_unflatten(list(batch), structure)
-        loss = job.loss(call(module, inputs), target)
+        with task.autocast():
+            loss = job.loss(call(module, inputs), target)
         found = torch.autograd.grad(loss, trained, allow_unused=True)
         return [*(torch.zeros_like(p) if g is None else g for g, p in zip(found, trained, strict=True)), loss.detach()]
 
-    if not adds_up(gradients, leaves):
+    if not adds_up(gradients, leaves, task.precision):
         return "its loss is not the mean over the examples (batch statistics, random numbers, a sum)"
     if not all(torch.equal(a, b) for a, b in zip(before, module.buffers(), strict=True)):
         return "its forward pass changes a buffer"

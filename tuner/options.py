@@ -48,6 +48,11 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "metavar": "N",
             "help": "trials that a worker trains together: auto, or a number (default: auto, measured)",
         },
+        "--precision": {
+            "choices": ["float32", "tf32", "bf16"],
+            "default": "float32",
+            "help": "of matrix products: float32, tf32 (NVIDIA GPUs) or bf16 (default: float32)",
+        },
         "--plan": {
             "choices": ["auto", "show"],
             "default": "auto",
@@ -151,6 +156,7 @@ def wishes_of(args: argparse.Namespace) -> Wishes:
         workers=workers,
         threads=threads,
         lanes=lanes,
+        precision=args.precision,
         goal=goal_of(args),
         timeout=args.timeout,
         # Halving compares the trials of a round with each other: the wider, the better is the best quarter.

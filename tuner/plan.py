@@ -54,6 +54,7 @@ class Plan:
     workers: int = 1
     threads: int = 1
     lanes: int = 1
+    precision: str = "float32"
     why: str = ""
 
     @property
@@ -62,7 +63,8 @@ class Plan:
         workers = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
         lanes = f"{self.lanes} lane{'s' if self.lanes > 1 else ''}{' each' if self.workers > 1 else ''}"
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}{' each' if self.workers > 1 else ''}"
-        return f"{describe(self.device)}, {workers}, {lanes}, {threads} ({self.why})"
+        precision = f", {self.precision}" if self.precision != "float32" else ""
+        return f"{describe(self.device)}, {workers}, {lanes}, {threads}{precision} ({self.why})"
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,8 @@ def try_step(job: Job, task: Task) -> float:
             products += sum(p.numel() * (output.numel() // p.shape[0]) for p in weights)
 
     hooks = [layer.register_forward_hook(count) for layer in module.modules()]
-    loss = job.loss(call(module, inputs), target)
+    with task.autocast():
+        loss = job.loss(call(module, inputs), target)
     for hook in hooks:
         hook.remove()
     if not isinstance(loss, Tensor) or loss.dim() > 0:
@@ -174,7 +177,7 @@ def try_step(job: Job, task: Task) -> float:
         raise TypeError(f"loss() must return the mean over the batch, a tensor without dimensions; found {found}")
     loss.backward()
     module.eval()
-    with torch.inference_mode():
+    with torch.inference_mode(), task.autocast():
         inputs, target = next(iter(task.validation.batches(min(32, task.validation.size))))
         output = call(module, inputs)
         job.loss(output, target)

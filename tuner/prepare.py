@@ -12,7 +12,7 @@ import torch
 from tuner.clock import Stopwatch
 from tuner.data import Data, prepare
 from tuner.device import choose as choose_device
-from tuner.device import cores, is_lost, is_out_of_memory, keep_host_memory
+from tuner.device import cores, is_lost, is_out_of_memory, keep_host_memory, set_precision
 from tuner.errors import SpecError, TunerError, UsageError
 from tuner.measure import machine, remembered, time_ways
 from tuner.plan import DEVICE_WIDTHS, WIDTHS, Plan, Scope, Timing, choose, try_step
@@ -60,6 +60,7 @@ class Wishes:
     workers: int | None
     threads: int | None
     lanes: int | None
+    precision: str
     goal: int | None
     timeout: float | None
     learning: bool
@@ -97,7 +98,8 @@ def prepare_run(
         raise SpecError(f"{loaded.origin}: data() raised {one_line(error)}") from error
     data = prepare(splits, home, loaded.origin)
     watch.lap("data")
-    flops = _try_model(loaded, space, data, home)
+    set_precision(wishes.precision)
+    flops = _try_model(loaded, space, data, home, wishes.precision)
     keep_host_memory()
     watch.lap("start")
     plan, timings, said = _make_plan(loaded, space, data, choice.device, home, flops, wishes, watch)
@@ -168,20 +170,19 @@ def _make_plan(
         step_flops=step_flops,
     )
     if all(len(ways) == 1 for ways in (scope.workers, scope.threads, scope.lanes)):
-        return Plan(device, scope.workers[0], scope.threads[0], scope.lanes[0], "as asked for"), (), []
-    jobs = [loaded.spec.job(number, h) for number, h in enumerate(space.samples)]
-    key = f"{machine(home)} {loaded.spec.name} {step_flops} {space.samples} {data.digest}"
-    task = loaded.spec.task(data, home)
-    timings, before = remembered(key, lambda known: time_ways(task, jobs, scope, known))
-    if not timings:
         return (
-            Plan(device, scope.workers[0], scope.threads[0], scope.lanes[0], "no sampled trial could be timed"),
+            Plan(device, scope.workers[0], scope.threads[0], scope.lanes[0], wishes.precision, "as asked for"),
             (),
             [],
         )
+    jobs = [loaded.spec.job(number, h) for number, h in enumerate(space.samples)]
+    key = f"{machine(home)} {wishes.precision} {loaded.spec.name} {step_flops} {space.samples} {data.digest}"
+    task = loaded.spec.task(data, home, wishes.precision)
+    timings, before = remembered(key, lambda known: time_ways(task, jobs, scope, known))
     best = choose(timings, scope)
-    plan = Plan(device, best.workers, best.threads, best.lanes, "measured before" if before else "measured now")
-    return plan, tuple(timings), [_compared(timings, scope)]
+    why = ("measured before" if before else "measured now") if timings else "no sampled trial could be timed"
+    plan = Plan(device, best.workers, best.threads, best.lanes, wishes.precision, why)
+    return plan, tuple(timings), [_compared(timings, scope)] if timings else []
 
 
 def _compared(timings: Sequence[Timing], scope: Scope) -> str:
@@ -198,9 +199,9 @@ def _compared(timings: Sequence[Timing], scope: Scope) -> str:
     return f"speed of a worker over {alone} on {base.threads} thread: {', '.join(ways) or few}"
 
 
-def _try_model(loaded: LoadedSpec, space: Space, data: Data, device: torch.device) -> float:
+def _try_model(loaded: LoadedSpec, space: Space, data: Data, device: torch.device, precision: str) -> float:
     """Floating-point operations of a training step. Raises `SpecError` if the model works with none of some samples."""
-    task = loaded.spec.task(data, device)
+    task = loaded.spec.task(data, device, precision)
     failure: SpecError | None = None
     for hyperparameters in space.samples[:ATTEMPTS]:
         try:

@@ -24,7 +24,7 @@ from tuner.padding import mask, pad, part_of, rest_of
 from tuner.signature import frozen, signature
 from tuner.train import Job, Loss, Task, call, seed_generators
 
-TOLERANCE = 1e-4
+TOLERANCES = {"float32": 1e-4, "tf32": 5e-3, "bf16": 5e-2}
 """How far a lane's loss and gradient may be from its own network's, relative to their size."""
 
 PROBE_EXAMPLES = 8
@@ -49,6 +49,7 @@ class Program:
     def __init__(self, job: Job, module: nn.Module, task: Task) -> None:
         self._module = copy.deepcopy(module)  # Recording calls it, and may change what it remembers.
         self._task = task
+        self._tolerance = TOLERANCES[task.precision]
         self.trained, self.fixed = _names(module, job.loss, task)
         self._shapes = {n: t.shape for n, t in [*module.named_parameters(), *module.named_buffers()]}
         inputs_target = sample(task.train, PROBE_EXAMPLES)
@@ -75,8 +76,7 @@ class Program:
     def check(self, modules: Sequence[nn.Module], losses: Sequence[Loss], seeds: Sequence[int]) -> None:
         """Compare each lane with its own network, on a few examples: loss, gradient, buffers.
 
-        Of the evaluation only that it is finite is looked at, unless a lane is padded: then it is compared, too, and
-        all of it once more with other weights.
+        The evaluation is compared as well; where a lane is padded, all of it once more with other weights.
 
         Raises `CannotStack` on any difference that is not rounding, and where a forward pass changes something that is
         no tensor, which a record would not repeat. The modules are used up: their tensors may have changed.
@@ -106,18 +106,17 @@ class Program:
         for lane, (module, loss) in enumerate(zip(modules, losses, strict=True)):
             seed_generators(seeds[lane])
             before = _plain_state(module.train(), loss)
-            value, own, buffers = _alone(module, loss, batch, self.trained, self.fixed)
+            value, own, buffers = _alone(module, loss, batch, self.trained, self.fixed, self._task)
             if _plain_state(module, loss) != before:
                 raise CannotStack("its forward pass or its loss changes an attribute")
             mine = [part_of(f[lane], b.shape) for f, b in zip(fixed, buffers, strict=True)]
             padded = [pad(g, self._shapes[n]) for n, g in zip(self.trained, own, strict=True)]
-            _compare((losses_K[lane], [g[lane] for g in gradients], mine), (value, padded, buffers))
-            if masks is not None:
-                measured = _measured(module, (loss, *self._task.metrics.values()), batch, measured_KM.dtype)
-                if not _distance([measured_KM[lane]], [measured]) < TOLERANCE:
-                    raise CannotStack("their evaluation differs from that alone")
-        if not torch.isfinite(measured_KM).all() and torch.isfinite(losses_K).all():
-            raise CannotStack("its evaluation differs in a stack")
+            lane_K = (losses_K[lane], [g[lane] for g in gradients], mine)
+            _compare(lane_K, (value, padded, buffers), self._tolerance)
+            if not self.evaluate.random:
+                measured = _measured(module, loss, batch, self._task)
+                if not _distance([measured_KM[lane]], [measured]) < self._tolerance:
+                    raise CannotStack("its evaluation in a stack differs from that alone")
 
     def _capture(self, function: Callable[..., Any], source: Source, stacked: int) -> Captured:
         tensors = [tensor for part in self.tensors(self._module) for tensor in part]
@@ -145,7 +144,8 @@ class Program:
         def loss_of(trained: list[Tensor], fixed: list[Tensor]) -> Tensor:
             return self._loss(self._call(trained, fixed, batch[0]), batch[1])
 
-        losses_K = self._per_lane(loss_of, trained, fixed)
+        with self._task.autocast():
+            losses_K = self._per_lane(loss_of, trained, fixed)
         # The sum: a mean over the lanes would divide every gradient by their number.
         return [*torch.autograd.grad(losses_K.sum(), trained), losses_K.detach()]
 
@@ -166,7 +166,7 @@ class Program:
         fused = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._task.autocast():
                 return self._per_lane(measure, trained, fixed)
         finally:
             torch.backends.mha.set_fastpath_enabled(fused)
@@ -185,16 +185,18 @@ class Program:
     def _is_mean(self, leaves: Sequence[Tensor]) -> bool:
         """Whether the loss of a batch is the mean of its halves'."""
         trained, fixed = ([torch.stack([t]) for t in part] for part in self.tensors(self._module))
-        return adds_up(lambda batch: self.train.run(*trained, *[t.clone() for t in fixed], *batch), leaves)
+        return adds_up(
+            lambda batch: self.train.run(*trained, *[t.clone() for t in fixed], *batch), leaves, self._task.precision
+        )
 
 
-def adds_up(gradients: Callable[[Sequence[Tensor]], list[Tensor]], leaves: Sequence[Tensor]) -> bool:
+def adds_up(gradients: Callable[[Sequence[Tensor]], list[Tensor]], leaves: Sequence[Tensor], precision: str) -> bool:
     """Whether the gradients (and loss) of a batch of an even number of examples are the mean of its halves'."""
     half = len(leaves[0]) // 2
     whole = gradients(leaves)
     halves = [gradients([t[:half] for t in leaves]), gradients([t[half:] for t in leaves])]
     mean = [(a + b) / 2 for a, b in zip(*halves, strict=True)]
-    return _distance(mean, whole) < TOLERANCE
+    return _distance(mean, whole) < TOLERANCES[precision]
 
 
 def _plain_state(module: nn.Module, loss: Loss) -> Hashable:
@@ -220,18 +222,21 @@ def _names(module: nn.Module, loss: Loss, task: Task) -> tuple[list[str], list[s
     module = copy.deepcopy(module)  # The pass may change it.
     inputs, target = sample(task.train, PROBE_EXAMPLES)
     module.train()
-    loss(call(module, inputs), target).backward()
+    with task.autocast():
+        value = loss(call(module, inputs), target)
+    value.backward()
     trained = [name for name, p in module.named_parameters() if p.grad is not None]
     others = [name for name, p in module.named_parameters() if p.grad is None]
     return trained, others + [name for name, _ in module.named_buffers()]
 
 
 def _alone(
-    module: nn.Module, loss: Loss, batch: Batch, trained: Sequence[str], fixed: Sequence[str]
+    module: nn.Module, loss: Loss, batch: Batch, trained: Sequence[str], fixed: Sequence[str], task: Task
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Loss, gradients and buffers after one step's forward and backward pass of the network itself."""
     module.train()
-    value = loss(call(module, batch[0]), batch[1])
+    with task.autocast():
+        value = loss(call(module, batch[0]), batch[1])
     value.backward()
     parameters = dict(module.named_parameters())
     named = {**parameters, **dict(module.named_buffers())}
@@ -243,21 +248,25 @@ def _alone(
     return value.detach(), gradients, [named[n].detach().clone() for n in fixed]
 
 
-def _measured(module: nn.Module, measures: Sequence[Loss], batch: Batch, kind: torch.dtype) -> Tensor:
+def _measured(module: nn.Module, loss: Loss, batch: Batch, task: Task) -> Tensor:
     """The network's own evaluation of a batch, M."""
     module.eval()
-    with torch.no_grad():
+    measures, kind = (loss, *task.metrics.values()), widest(task.device)
+    with torch.no_grad(), task.autocast():
         output = call(module, batch[0])
         return torch.stack([torch.as_tensor(m(output, batch[1]), dtype=kind).reshape(()) for m in measures])
 
 
-def _compare(mine: tuple[Tensor, list[Tensor], list[Tensor]], own: tuple[Tensor, list[Tensor], list[Tensor]]) -> None:
+Compared = tuple[Tensor, list[Tensor], list[Tensor]]
+
+
+def _compare(mine: Compared, own: Compared, tolerance: float) -> None:
     for what, a, b in (
         ("losses", [mine[0]], [own[0]]),
         ("gradients", mine[1], own[1]),
         ("buffers", mine[2], own[2]),
     ):
-        if not _distance(a, b) < TOLERANCE:
+        if not _distance(a, b) < tolerance:
             raise CannotStack(f"{what} in a stack differ from those alone")
 
 

@@ -104,6 +104,7 @@ def open_run(args: argparse.Namespace, ready: Prepared) -> tuple[OpenedStudy, As
         device=args.device,
         threads=ready.plan.threads,
         lanes=ready.plan.lanes,
+        precision=ready.plan.precision,
         sampler=args.sampler,
         pruner=ready.pruner,
         threshold=args.threshold,

@@ -97,9 +97,9 @@ class StudySpec:
             loss_key=None if required_arguments(self.loss) < 3 else _values(hyperparameters),
         )
 
-    def task(self, data: Data, device: Any) -> Task:
+    def task(self, data: Data, device: Any, precision: str = "float32") -> Task:
         """What all trials share."""
-        return Task(data.train, data.validation, self.metrics, self.epochs, device)
+        return Task(data.train, data.validation, self.metrics, self.epochs, device, precision)
 
     def _build(self, hyperparameters: Hyperparameters) -> nn.Module:
         module = self.model(hyperparameters)

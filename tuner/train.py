@@ -10,6 +10,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tuner.clock import Stopwatch
 from tuner.data import Batch, Source, epoch_order, epoch_seed
-from tuner.device import synchronize, widest
+from tuner.device import autocast, synchronize, widest
 from tuner.dropout import with_tensor_rates
 
 EVALUATION_BATCH = 1024
@@ -87,6 +88,11 @@ class Task:
     metrics: Mapping[str, Metric]
     epochs: int
     device: torch.device
+    precision: str = "float32"
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """What a forward pass and its loss are computed in."""
+        return autocast(self.device, self.precision)
 
 
 @dataclass(frozen=True)
@@ -185,12 +191,9 @@ class Lone:
         train_seconds = watch.lap("train")
         at_once = min(EVALUATION_BATCH, self.micro_batch or EVALUATION_BATCH)
         validation = evaluate(self._module, self._job.loss, task, task.validation, at_once)
-        loss = float(train_loss)
-        validate_seconds = watch.lap("validate")
+        seconds = (train_seconds, watch.lap("validate"))
         self._epoch += 1
-        return (
-            EpochResult(self._job.number, epoch, loss, validation, task.train.size, train_seconds, validate_seconds),
-        )
+        return (EpochResult(self._job.number, epoch, float(train_loss), validation, task.train.size, *seconds),)
 
     def weights(self, number: int) -> dict[str, Tensor]:
         return {name: value.detach().to("cpu", copy=True) for name, value in self._module.state_dict().items()}
@@ -220,7 +223,8 @@ class Lone:
         losses = []
         for part in parts:
             inputs, target = tree_unflatten(list(part), structure)
-            loss = self._job.loss(call(self._module, inputs), target)
+            with self._task.autocast():
+                loss = self._job.loss(call(self._module, inputs), target)
             if at_once < examples:
                 loss = loss * (len(part[0]) / examples)
             loss.backward()
@@ -261,7 +265,7 @@ def evaluate(
     measures: dict[str, Callable[[Any, Any], Tensor]] = {"loss": loss, **task.metrics}
     device = task.device
     rows, sizes = [], []
-    with torch.inference_mode():
+    with torch.inference_mode(), task.autocast():
         for inputs, target in source.batches(at_once):
             output = call(module, inputs)
             values = [f(output, target) for f in measures.values()]
