@@ -62,6 +62,12 @@ def ways_of(jobs: Sequence[Job], task: Task, loader: bool) -> dict[str, Callable
     def stack(some: Sequence[Job]) -> Trainer:
         return Stack(some, [build(job, task) for job in some], program, task)
 
+    def eager(trainers: Sequence[Trainer]) -> Sequence[Trainer]:
+        for trainer in trainers:
+            assert isinstance(trainer, Stack)
+            trainer._replay = None
+        return trainers
+
     sizes = sorted({job.sgd.batch_size for job in jobs})
     modules = [build(job, task) for job in jobs]
     return {
@@ -69,6 +75,7 @@ def ways_of(jobs: Sequence[Job], task: Task, loader: bool) -> dict[str, Callable
         **({"data loader": lambda: loader_epoch(jobs, modules, task)} if loader else {}),
         "grouped": epochs([stack([job for job in jobs if job.sgd.batch_size == size]) for size in sizes]),
         "mixed": epochs([stack(jobs)]),
+        **({"mixed, no graph": epochs(eager([stack(jobs)]))} if task.device.type == "cuda" else {}),
         "chosen": epochs(Assembler(task).assemble(jobs, len(jobs)).trainers),
     }
 
@@ -107,7 +114,7 @@ def main() -> None:
     for name, taken in seconds.items():
         ratios = [alone / own for alone, own in zip(seconds["lone"], taken, strict=True)]
         print(
-            f"{name:12} {args.lanes / statistics.median(taken):8.0f} trial-epochs/s, over lone"
+            f"{name:15} {args.lanes / statistics.median(taken):8.0f} trial-epochs/s, over lone"
             f" {statistics.median(ratios):5.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         )
 

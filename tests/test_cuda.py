@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from torch import nn
 from tuner.assemble import Assembler
 from tuner.clock import Stopwatch
 from tuner.data import Resident, Streamed
-from tuner.device import choose, describe, peak_megabytes, release, synchronize
+from tuner.device import choose, describe, peak_megabytes, release, set_precision, synchronize
 from tuner.stack import Stack
 from tuner.train import SGD, EpochResult, Job, Lone, Task, Trainer
 
@@ -68,6 +69,50 @@ def test_a_stack_on_the_gpu_gives_what_its_trials_give_alone() -> None:
     for one in jobs:
         alone = train([Lone(one, task)])[one.number]
         assert [r.train_loss for r in together[one.number]] == pytest.approx([r.train_loss for r in alone], rel=1e-4)
+
+
+def test_a_stack_replays_its_steps_as_graphs() -> None:
+    """Without dropout: mixed batch sizes, a schedule and a lane that leaves give what lone trials give."""
+    task = task_on(choose("cuda").device)
+
+    def plain() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    jobs = [job(number, plain) for number in range(12)]
+    jobs = [
+        replace(j, sgd=replace(j.sgd, batch_size=32 << j.number % 3, schedule=("constant", "cosine")[j.number % 2]))
+        for j in jobs
+    ]
+    made = Assembler(task).assemble(jobs, 64)
+    found: dict[int, list[EpochResult]] = {}
+    watch = Stopwatch()
+    for epoch in range(3):
+        for trainer in made.trainers:
+            assert isinstance(trainer, Stack)
+            for result in trainer.epoch(watch):
+                found.setdefault(result.number, []).append(result)
+            assert trainer._replay is not None
+            assert trainer._replay._recordings
+            if epoch == 0:
+                trainer.leave([5])
+    for one in jobs:
+        alone = train([Lone(one, task)])[one.number][: len(found[one.number])]
+        assert [r.train_loss for r in found[one.number]] == pytest.approx([r.train_loss for r in alone], rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_other_precisions_learn_the_same_roughly(precision: str) -> None:
+    """Within their rounding of float32, alone and in a stack."""
+    task = task_on(choose("cuda").device)
+    exact = train([Lone(job(0), task)])[0][-1].train_loss
+    try:
+        set_precision(precision)
+        coarse = replace(task, precision=precision)
+        together = train(Assembler(coarse).assemble([job(number) for number in range(4)], 4).trainers)
+        assert together[0][-1].train_loss == pytest.approx(exact, rel=0.03)
+        assert train([Lone(job(0), coarse)])[0][-1].train_loss == pytest.approx(exact, rel=0.03)
+    finally:
+        set_precision("float32")
 
 
 def test_streamed_examples_give_what_resident_ones_give() -> None:

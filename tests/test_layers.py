@@ -33,7 +33,7 @@ LAYERS = """
     rewrite
     listing
     data
-    device
+    device replay
     clock dropout interrupt storage_url
     errors
 """

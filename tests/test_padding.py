@@ -471,3 +471,22 @@ def test_a_network_that_raises_with_other_weights_is_not_padded() -> None:
     """The comparison with changed weights may be refused by the network: then its trials are trained alone."""
     made = assert_like_alone(jobs_of(Choosy), 0)
     assert "ValueError in a wider network: a bias" in made.notices[0]
+
+
+class Raising(nn.Module):
+    """Its forward pass raises."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, width), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("never")
+
+
+def test_networks_that_raise_do_not_end_the_assembling() -> None:
+    """Trials whose networks cannot run at all become lone trainers, which raise when they train."""
+    made = Assembler(task_of()).assemble(jobs_of(Raising), 64)
+    assert [len(trainer.numbers) for trainer in made.trainers] == [1, 1, 1, 1]
+    with pytest.raises(ValueError, match="never"):
+        made.trainers[0].epoch(Stopwatch())

@@ -96,9 +96,9 @@ class Assembler:
     ) -> None:
         """The same for networks that differ in their sizes alone; what cannot be padded stays in `kinds`."""
         known = self._padded.setdefault(skeleton, {})
-        choice = Choice(family, list(known), self._task, lanes)
-        for cluster, wide in choice.clusters():
-            try:
+        try:
+            choice = Choice(family, list(known), self._task, lanes)
+            for cluster, wide in choice.clusters():
                 if wide not in known:
                     network = template(cluster[0].module, wide.sizes, wide.numbers)
                     known[wide] = Program(cluster[0].job, network, self._task)
@@ -107,15 +107,14 @@ class Assembler:
                         made.trainers.append(self._stack([(m.job, m.module) for m in group], known[wide]))
                         for member in group:
                             kinds[member.kind].remove((member.job, member.module))
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                self._do_not_pad(skeleton, error, made)
-                # The comparison may have changed these networks.
-                changed = {m.job.number for m in cluster}
-                for members in kinds.values():
-                    members[:] = [(job, build(job, self._task) if job.number in changed else m) for job, m in members]
-                return
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self._do_not_pad(skeleton, error, made)
+            # The comparison may have changed these networks.
+            changed = {m.job.number for m in family}
+            for members in kinds.values():
+                members[:] = [(job, build(job, self._task) if job.number in changed else m) for job, m in members]
 
     def _do_not_pad(self, skeleton: Hashable, error: Exception, made: Assembly) -> None:
         self._unpadded.add(skeleton)

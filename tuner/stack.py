@@ -8,7 +8,7 @@ Legend of names: K lanes, S steps of an epoch, M measures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from tuner.data import epoch_order, epoch_seed
 from tuner.device import synchronize
 from tuner.padding import part_of
 from tuner.program import Program
+from tuner.replay import Replay
 from tuner.train import EVALUATION_BATCH, EpochResult, Job, Task, seed_generators, weighted_mean
 
 
@@ -99,6 +100,7 @@ class Stack:
     def _settle(self) -> None:
         """Everything that follows from which lanes there are."""
         settings = [job.sgd for job in self._jobs]
+        self._columns: dict[Hashable, Tensor] = {}
         self._micro = settings[0].batch_size
         self._every = [sgd.batch_size // self._micro for sgd in settings]
         self._whole = self._every.count(1)
@@ -106,6 +108,8 @@ class Stack:
         self._momentum_K = self._column([sgd.momentum for sgd in settings])
         self._decay_K = self._column([sgd.weight_decay for sgd in settings])
         self._nesterov_K = self._column([float(sgd.nesterov) for sgd in settings])
+        # A graph is of the tensors that there are now; and one would draw other random numbers than a lone trial.
+        self._replay = Replay() if self._task.device.type == "cuda" and not self._program.train.random else None
         # Views that every step takes again.
         self._slices: dict[tuple[int, int], tuple[list[Tensor], ...]] = {}
         self._steps: dict[tuple[int, int], list[Tensor]] = {}
@@ -114,47 +118,59 @@ class Stack:
 
     def _train(self) -> Tensor:
         """One epoch; returns the mean loss of each lane, without waiting for the device."""
-        task, program, whole = self._task, self._program, self._whole
+        task, micro = self._task, self._micro
         order_N = epoch_order(task.train.size, self._jobs[0].seed, self._epoch)
-        steps = -(-task.train.size // self._micro)
+        steps = -(-task.train.size // micro)
         rates_SK = self._rates(steps)
         losses, sizes = [], []
-        seen = [0] * len(self._jobs)
-        for step, batch in enumerate(task.train.batches(self._micro, order_N)):
+        for step, batch in enumerate(task.train.batches(micro, order_N)):
             leaves = tree_leaves(batch)
-            *gradients, losses_K = program.train.run(*self._trained, *self._fixed, *leaves)
-            if self._masks:
-                gradients = list(torch._foreach_mul(gradients, self._masks))
-            losses.append(losses_K)
             sizes.append(len(leaves[0]))
-            if whole == len(self._jobs):
-                self._update(0, whole, gradients, rates_SK[step], step)
-                continue
-            if whole:
-                self._update(0, whole, [g[:whole] for g in gradients], rates_SK[step], step)
-            self._accumulate(gradients, sizes[-1], seen)
             due = sum(step == steps - 1 or (step + 1) % every == 0 for every in self._every)
-            if due > whole:
-                self._update(whole, due, self._take_means(due, seen), rates_SK[step], step)
+            # Of the micro-batches that a lane adds up, all but the epoch's last one are whole.
+            taken = tuple(step % every * micro + sizes[-1] for every in self._every[self._whole : due])
+            shares_K = self._column([1.0 / examples for examples in taken], ("shares", taken))
+            new = self._epoch == 0 and step < self._every[-1] and not self._plain
+            losses.append(self._run((sizes[-1], due, taken, step if new else -1), [rates_SK[step], shares_K, *leaves]))
         return weighted_mean(losses, sizes)
 
-    def _accumulate(self, gradients: Sequence[Tensor], examples: int, seen: list[int]) -> None:
-        """Add a micro-batch to the lanes whose batch is larger: gradients of means become sums over examples."""
-        torch._foreach_add_(self._sums, [g[self._whole :] for g in gradients], alpha=examples)
-        for lane in range(self._whole, len(seen)):
-            seen[lane] += examples
+    def _run(self, key: tuple[int, int, tuple[int, ...], int], inputs: Sequence[Tensor]) -> Tensor:
+        """A step by its record on the device, where it has such."""
+        examples, due, _, new = key
 
-    def _take_means(self, due: int, seen: list[int]) -> list[Tensor]:
-        """The mean gradients of the lanes from the first larger one to `due`, whose sums start anew."""
-        rows = due - self._whole
-        shares_K = self._column([1.0 / seen[lane] for lane in range(self._whole, due)])
-        means = [total[:rows] * _beside(shares_K, total) for total in self._sums]
-        for total in self._sums:
-            total[:rows].zero_()
-        seen[self._whole : due] = [0] * rows
-        return means
+        def step(inputs: Sequence[Tensor]) -> Tensor:
+            return self._step(inputs, examples, due, new)
 
-    def _update(self, start: int, stop: int, gradients: Sequence[Tensor], rate_K: Tensor, step: int) -> None:
+        if self._replay is None:
+            return step(inputs)
+        state = [*self._trained, *self._momenta, *self._sums, *self._fixed]
+        return self._replay.run(key, step, inputs, state)
+
+    def _step(self, inputs: Sequence[Tensor], examples: int, due: int, new: int) -> Tensor:
+        """Train all lanes on a micro-batch, and update the first `due` of them; returns their losses, K.
+
+        `new` is the number of the step, if it is the first one for some lanes.
+        """
+        rate_K, shares_K, *leaves = inputs
+        whole = self._whole
+        *gradients, losses_K = self._program.train.run(*self._trained, *self._fixed, *leaves)
+        if self._masks:
+            gradients = list(torch._foreach_mul(gradients, self._masks))
+        if whole == len(self._jobs):
+            self._update(0, whole, gradients, rate_K, new)
+            return losses_K
+        if whole:
+            self._update(0, whole, [g[:whole] for g in gradients], rate_K, new)
+        # Gradients of means become sums over examples.
+        torch._foreach_add_(self._sums, [g[whole:] for g in gradients], alpha=examples)
+        if due > whole:
+            sums = [total[: due - whole] for total in self._sums]
+            means = [total * _beside(shares_K, total) for total in sums]
+            torch._foreach_zero_(sums)
+            self._update(whole, due, means, rate_K, new)
+        return losses_K
+
+    def _update(self, start: int, stop: int, gradients: Sequence[Tensor], rate_K: Tensor, new: int) -> None:
         """A step of SGD for the lanes from `start` to `stop`, as ``torch.optim.SGD`` takes it for each."""
         if (start, stop) not in self._slices:
             trained, momenta = ([t[start:stop] for t in tensors] for tensors in (self._trained, self._momenta))
@@ -166,7 +182,7 @@ class Stack:
             self._steps[start, stop] = [_beside(less_K, t) for t in trained]
         rate = self._steps[start, stop]
         if not self._plain:
-            self._update_fully(start, stop, gradients, (trained, momenta, momentum, decay, rate), step)
+            self._update_fully(start, stop, gradients, (trained, momenta, momentum, decay, rate), new)
             return
         torch._foreach_mul_(momenta, momentum)
         torch._foreach_add_(momenta, list(gradients))
@@ -174,15 +190,18 @@ class Stack:
         torch._foreach_addcmul_(trained, momenta, rate)
 
     def _update_fully(
-        self, start: int, stop: int, gradients: Sequence[Tensor], tensors: tuple[list[Tensor], ...], step: int
+        self, start: int, stop: int, gradients: Sequence[Tensor], tensors: tuple[list[Tensor], ...], new: int
     ) -> None:
         """The same with dampening, which the first step of a trial does not know, and Nesterov's momentum."""
         lanes = range(start, stop)
-        first = [self._epoch == 0 and step < self._every[lane] for lane in lanes]
+        first = [0 <= new < self._every[lane] for lane in lanes]
         settings = [self._jobs[lane].sgd for lane in lanes]
         # Without momentum torch.optim.SGD keeps no buffer, and dampening has no meaning.
-        damped = [s.dampening if s.momentum and not new else 0.0 for s, new in zip(settings, first, strict=True)]
-        share_K, nesterov_K = self._column([1 - d for d in damped]), self._nesterov_K[start:stop]
+        damped = [s.dampening if s.momentum and not is_new else 0.0 for s, is_new in zip(settings, first, strict=True)]
+        share_K, nesterov_K = (
+            self._column([1 - d for d in damped], ("damped", start, stop, new)),
+            self._nesterov_K[start:stop],
+        )
         for gradient, p, buffer, momentum, decay, rate in zip(gradients, *tensors, strict=True):
             gradient = gradient + p * decay
             buffer.mul_(momentum).add_(gradient * _beside(share_K, p))
@@ -207,8 +226,11 @@ class Stack:
             sizes.append(len(leaves[0]))
         return weighted_mean(rows, sizes)
 
-    def _column(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._task.device)
+    def _column(self, values: Sequence[float], key: Hashable = None) -> Tensor:
+        """Numbers of lanes on the device; those of a key are copied there once."""
+        if key not in self._columns or key is None:
+            self._columns[key] = torch.tensor(values, dtype=torch.float32, device=self._task.device)
+        return self._columns[key]
 
 
 def _beside(values_K: Tensor, tensor: Tensor) -> Tensor:
