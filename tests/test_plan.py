@@ -12,6 +12,7 @@ import pytest
 import torch
 from study_files import study_file
 
+from tuner.assemble import Assembler
 from tuner.measure import remembered, time_ways
 from tuner.plan import Choice, Scope, Timing, choose
 from tuner.spec import explore
@@ -123,11 +124,11 @@ def test_timing_covers_lone_trials_and_stacks_and_stops_in_time(monkeypatch: pyt
     task = loaded.spec.task(prepare(loaded.spec.data(), device, loaded.origin), device)
     jobs = [loaded.spec.job(i, h) for i, h in enumerate(explore(loaded).samples)]
     scope = replace(SCOPE, threads=(1,), lanes=(1, 4, 16))
-    timings = time_ways(task, jobs, scope, [])
+    timings = time_ways(task, jobs, scope, [], Assembler(task))
     assert {(t.lanes, t.threads) for t in timings} == {(1, 1), (4, 1), (16, 1)}
     assert all(t.seconds > 0 for t in timings)
     monkeypatch.setattr("tuner.measure.SHARE", 1e-9)
-    few = time_ways(task, jobs, replace(scope, goal=1), [])
+    few = time_ways(task, jobs, replace(scope, goal=1), [], Assembler(task))
     assert [(t.lanes, t.threads) for t in few] == [(1, 1)]
 
 

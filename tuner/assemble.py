@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -46,8 +47,15 @@ class Assembler:
         self._task = task
         self._programs: dict[Hashable, Program | None] = {}
         self._padded: dict[Hashable, dict[Wide, Program]] = {}
-        self._unpadded: set[Hashable] = set()
+        self._unpadded: dict[Hashable, str] = {}
+        self._why: dict[Hashable, str] = {}
         self._said: set[str] = set()
+
+    def on(self, task: Task) -> Assembler:
+        """An assembler for other examples of the same form, which knows the programs of this one."""
+        other = copy.copy(self)
+        other._task, other._said = task, set()
+        return other
 
     def assemble(self, jobs: Sequence[Job], lanes: int) -> Assembly:
         """Trainers for `jobs`, in stacks of at most `lanes`. Raises what is out of memory, and keeps none of them."""
@@ -86,7 +94,9 @@ class Assembler:
                 skeletons.setdefault(taken.skeleton, []).append(Member(job, module, kind, taken))
         for skeleton, alike in skeletons.items():
             for family in families(alike):
-                if skeleton not in self._unpadded and any(len(kinds[member.kind]) == 1 for member in family):
+                if skeleton in self._unpadded:
+                    self._say(self._unpadded[skeleton], made)
+                elif any(len(kinds[member.kind]) == 1 for member in family):
                     self._pad_family(skeleton, family, kinds, lanes, made)
         for kind in [kind for kind, members in kinds.items() if not members]:
             del kinds[kind]
@@ -117,9 +127,9 @@ class Assembler:
                 members[:] = [(job, build(job, self._task) if job.number in changed else m) for job, m in members]
 
     def _do_not_pad(self, skeleton: Hashable, error: Exception, made: Assembly) -> None:
-        self._unpadded.add(skeleton)
         why = str(error) if isinstance(error, CannotStack) else f"{type(error).__name__} in a wider network: {error}"
-        self._say(f"trials of different widths are not padded to share a stack: {why}", made)
+        self._unpadded[skeleton] = f"trials of different widths are not padded to share a stack: {why}"
+        self._say(self._unpadded[skeleton], made)
 
     def _program(self, kind: Hashable, job: Job, module: nn.Module, made: Assembly) -> Program | None:
         if kind not in self._programs:
@@ -131,6 +141,8 @@ class Assembler:
                 if is_out_of_memory(error):
                     raise  # It says nothing of the kind, only of how many there are.
                 self._give_up(kind, f"{type(error).__name__} in a training step: {error}", made)
+        if kind in self._why:
+            self._say(self._why[kind], made)
         return self._programs[kind]
 
     def _train_together(
@@ -158,7 +170,8 @@ class Assembler:
 
     def _give_up(self, kind: Hashable, why: str, made: Assembly) -> None:
         self._programs[kind] = None
-        self._say(f"trials of this kind are trained alone, not in a stack: {why}", made)
+        self._why[kind] = f"trials of this kind are trained alone, not in a stack: {why}"
+        self._say(self._why[kind], made)
 
     def _say(self, notice: str, made: Assembly) -> None:
         if notice not in self._said:

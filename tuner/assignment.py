@@ -89,8 +89,12 @@ def make_search(
     interrupt: Interrupt,
     worker: int = 0,
     storage: Storage | None = None,
+    assembler: Assembler | None = None,
 ) -> Search:
-    """The search of one worker, in the process that is going to run it; `storage` if it is open already."""
+    """The search of one worker, in the process that is going to run it.
+
+    `storage` is given if it is open already, and `assembler` if one knows programs for networks of this study.
+    """
     storage = storage or open_storage(assignment.url, create=False)
     storage.owner = this_process()
     storage.total_limit = assignment.total_limit
@@ -107,4 +111,5 @@ def make_search(
     task = spec.task(data, device, assignment.precision)
     weights = None if assignment.weights is None else WeightsFolder(Path(assignment.weights), assignment.study_name)
     teller = Teller(study, storage, spec, task, watch, storage.owner, weights)
-    return Search(study, teller, Assembler(task), target, budget, interrupt, assignment.lanes)
+    assembler = Assembler(task) if assembler is None else assembler.on(task)
+    return Search(study, teller, assembler, target, budget, interrupt, assignment.lanes)

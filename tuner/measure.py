@@ -47,13 +47,16 @@ MOST_SECONDS = 5.0
 """And at the latest after this time."""
 
 
-def time_ways(task: Task, jobs: Sequence[Job], scope: Scope, known: Sequence[Timing]) -> list[Timing]:
+def time_ways(
+    task: Task, jobs: Sequence[Job], scope: Scope, known: Sequence[Timing], assembler: Assembler
+) -> list[Timing]:
     """Time the ways that `scope` allows and that are not `known`: lone trials, stacks of each width, more threads.
 
     Returns all timings, the known ones first. More threads are tried with lone trials and with the best width. A way
-    that fails is left out; the time that all this may take follows from how long lone trials would take for the goal.
+    that fails is left out; `assembler` gets to know the programs that are recorded. The time that all this may take
+    follows from how long lone trials would take for the goal.
     """
-    bench = _Bench(task, jobs, list(known))
+    bench = _Bench(task, jobs, list(known), assembler)
     fewest, most = min(scope.threads), max(scope.threads)
     try:
         start = time.perf_counter()
@@ -85,12 +88,13 @@ class _Bench:
     task: Task
     jobs: Sequence[Job]
     timings: list[Timing]
+    assembler: Assembler
 
     def __post_init__(self) -> None:
         self._small = _head(self.task)
         # From seconds for these few examples to seconds for an epoch.
         self._scale = self.task.train.size / self._small.train.size
-        self._assembler = Assembler(self._small)
+        self._assembler = self.assembler.on(self._small)
 
     def time(self, lanes: int, threads: int) -> Timing | None:
         for timing in self.timings:

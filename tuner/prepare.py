@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from tuner.assemble import Assembler
 from tuner.clock import Stopwatch
 from tuner.data import Data, prepare
 from tuner.device import choose as choose_device
@@ -42,6 +43,7 @@ class Prepared:
     data: Data
     plan: Plan
     timings: tuple[Timing, ...]
+    assembler: Assembler | None
     url: str
     pruner: str
     notes: tuple[str, ...]
@@ -102,14 +104,14 @@ def prepare_run(
     flops = _try_model(loaded, space, data, home, wishes.precision)
     keep_host_memory()
     watch.lap("start")
-    plan, timings, said = _make_plan(loaded, space, data, choice.device, home, flops, wishes, watch)
+    plan, timings, said, assembler = _make_plan(loaded, space, data, choice.device, home, flops, wishes, watch)
     torch.set_num_threads(plan.threads)
     watch.lap("plan")
     notes = [f"device: {choice.device}, {choice.why}", *data.notes, *said]
     if several:
         notes.append("several objectives: no trial is pruned, and no learning curves are kept")
     pruner = "none" if several else pruner or DEFAULT_PRUNER
-    return Prepared(loaded, space, target, data, plan, timings, url, pruner, tuple(notes))
+    return Prepared(loaded, space, target, data, plan, timings, assembler, url, pruner, tuple(notes))
 
 
 def open_prepared(ready: Prepared, study_name: str | None, points: Path | None, *, grid: bool) -> OpenedStudy:
@@ -150,8 +152,8 @@ def _make_plan(
     step_flops: float,
     wishes: Wishes,
     watch: Stopwatch,
-) -> tuple[Plan, tuple[Timing, ...], list[str]]:
-    """The plan as asked for and as measured, what was measured, and what to say of it."""
+) -> tuple[Plan, tuple[Timing, ...], list[str], Assembler | None]:
+    """The plan as asked for and as measured, what was measured, what to say of it, and who knows recorded programs."""
     on_cpu = device.type == "cpu"
     most = cores() if on_cpu else 1
     start = watch.totals.get("start", 0.0) + watch.totals.get("data", 0.0)
@@ -170,19 +172,17 @@ def _make_plan(
         step_flops=step_flops,
     )
     if all(len(ways) == 1 for ways in (scope.workers, scope.threads, scope.lanes)):
-        return (
-            Plan(device, scope.workers[0], scope.threads[0], scope.lanes[0], wishes.precision, "as asked for"),
-            (),
-            [],
-        )
+        chosen = (scope.workers[0], scope.threads[0], scope.lanes[0], wishes.precision)
+        return Plan(device, *chosen, "as asked for"), (), [], None
     jobs = [loaded.spec.job(number, h) for number, h in enumerate(space.samples)]
     key = f"{machine(home)} {wishes.precision} {loaded.spec.name} {step_flops} {space.samples} {data.digest}"
     task = loaded.spec.task(data, home, wishes.precision)
-    timings, before = remembered(key, lambda known: time_ways(task, jobs, scope, known))
+    assembler = Assembler(task)
+    timings, before = remembered(key, lambda known: time_ways(task, jobs, scope, known, assembler))
     best = choose(timings, scope)
     why = ("measured before" if before else "measured now") if timings else "no sampled trial could be timed"
     plan = Plan(device, best.workers, best.threads, best.lanes, wishes.precision, why)
-    return plan, tuple(timings), [_compared(timings, scope)] if timings else []
+    return plan, tuple(timings), [_compared(timings, scope)] if timings else [], assembler
 
 
 def _compared(timings: Sequence[Timing], scope: Scope) -> str:

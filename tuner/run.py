@@ -132,7 +132,15 @@ def search(
     if ready.plan.workers > 1:
         return run_workers(assignment, ready.plan.workers, budget, interrupt)
     return make_search(
-        assignment, ready.loaded, ready.data, ready.plan.device, budget, watch, interrupt, storage=opened.storage
+        assignment,
+        ready.loaded,
+        ready.data,
+        ready.plan.device,
+        budget,
+        watch,
+        interrupt,
+        storage=opened.storage,
+        assembler=ready.assembler,
     ).events()
 
 
