@@ -85,6 +85,7 @@ def _checked(source: Path, made: Path) -> Mapping[str, Mapping[str, int]]:
     with closing(sqlite3.connect(made)) as connection:
         (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
+            found = " ".join(found.split())
             raise TunerError(f"the copy is as damaged as {source} ({found}), and was not kept; {salvage(source)}")
         tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if not tables >= {"studies", "trials"}:

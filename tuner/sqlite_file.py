@@ -37,6 +37,8 @@ _INDEX_TROUBLE = re.compile(
     r"|rowid not at end-of-record for row \d+ of index) "
 )
 
+_UNCHANGING = "immutable=1"
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -73,31 +75,39 @@ def size_text(count: int) -> str:
 def look(path: Path) -> sqlite3.Connection:
     """A connection to a file that is there, which changes nothing in it. Raises sqlite3.Error."""
     path = path.resolve()  # the log lies beside the file, not beside a link to it
-    # The last to close a file for writing copies its log into it; a file that may be damaged must not be changed so.
-    # Where there is no log, one that reads only would leave an empty one behind.
-    modes = ["mode=ro" if log_bytes(path) else "mode=rw"]
-    if not _may_write(path.parent):
-        # No log can be made. Where there is none either, nobody has the file open in that mode.
-        modes = ["mode=ro"] if log_bytes(path) else ["mode=ro", "immutable=1"]
-    for mode in modes:
-        connection = sqlite3.connect(
-            f"file:{quote(str(path))}?{mode}",
-            uri=True,
-            timeout=WAIT_SECONDS,
-            isolation_level=None,
-            check_same_thread=False,
-        )
-        try:
-            connection.execute("PRAGMA query_only = ON")
-            connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        except sqlite3.Error as error:
-            connection.close()
-            refused = getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
-            if not refused or mode == modes[-1]:
-                raise
-        else:
-            return connection
-    raise AssertionError("the last mode returned or raised")
+    return _connect(path, _mode(path))
+
+
+def _mode(path: Path) -> str:
+    """How to open a file so that nothing is changed in it or left beside it."""
+    if _may_write(path) and _may_write(path.parent):
+        # The last to close a file for writing copies its log into it; one that may be damaged must not be changed so.
+        # Where there is no log, one that reads only would leave an empty one behind.
+        return "mode=ro" if log_bytes(path) else "mode=rw"
+    if path.with_name(path.name + "-wal").exists():
+        return "mode=ro"
+    # To read a file with a log, SQLite makes the log if it is not there: here it cannot, or it would leave one that is
+    # not its owner's to write. As there is none, nobody has the file open. Without locks it says that it cannot.
+    try:
+        _connect(path, "mode=ro&nolock=1").close()
+    except sqlite3.OperationalError as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_CANTOPEN:
+            return _UNCHANGING
+        raise
+    return "mode=ro"
+
+
+def _connect(path: Path, mode: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        f"file:{quote(str(path))}?{mode}", uri=True, timeout=WAIT_SECONDS, isolation_level=None, check_same_thread=False
+    )
+    try:
+        connection.execute("PRAGMA query_only = ON")
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection
 
 
 def inspect_file(path: Path, *, full: bool) -> tuple[FileState | None, list[Finding]]:
@@ -111,7 +121,7 @@ def inspect_file(path: Path, *, full: bool) -> tuple[FileState | None, list[Find
         kind = path.stat().st_mode
     except StorageError as error:
         findings.append(Finding("place", str(error)))
-        kind = path.stat().st_mode if path.is_file() else 0
+        kind = path.stat().st_mode if os.path.isfile(path) else 0
     except FileNotFoundError:
         return None, [Finding("missing", f"no file at {path}", "name another, or start a study: python -m tuner.run")]
     except OSError as error:
@@ -132,8 +142,10 @@ def _inspect_content(path: Path, full: bool) -> tuple[FileState | None, list[Fin
     check = "integrity_check" if full else "quick_check"
     size, log, free = path.stat().st_size, log_bytes(path.resolve()), shutil.disk_usage(path.resolve().parent).free
     try:
-        with closing(look(path)) as connection:
+        mode = _mode(path.resolve())
+        with closing(_connect(path.resolve(), mode)) as connection:
             (journal,) = connection.execute("PRAGMA journal_mode").fetchone()
+            journal = "wal" if mode == _UNCHANGING else journal  # it does not say so then
             # All of it: the first hundred lines may be about an index, and the next about a table.
             troubles = [text for (text,) in connection.execute(f"PRAGMA {check}(1000000)") if text != "ok"]
     except sqlite3.Error as error:
@@ -185,16 +197,24 @@ def _trouble(path: Path, error: sqlite3.Error) -> Finding:
     return Finding("reading", f"{path} cannot be read: {error}")
 
 
+def _change(path: Path) -> sqlite3.Connection:
+    """A connection to a file that is there."""
+    uri = f"file:{quote(str(path))}?mode=rw"
+    return sqlite3.connect(uri, uri=True, timeout=WAIT_SECONDS, isolation_level=None)
+
+
 def mend_indexes(path: Path) -> str:
     """Make all indexes anew from their tables, or change nothing; what was done. Raises TunerError."""
     try:
-        with closing(sqlite3.connect(path, timeout=WAIT_SECONDS, isolation_level=None)) as connection:
+        with closing(_change(path)) as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.execute("REINDEX")
             found = [text for (text,) in connection.execute("PRAGMA integrity_check")]
             if found != ["ok"]:
                 connection.execute("ROLLBACK")
-                raise TunerError(f"made the indexes of {path} anew, found: {found[0]}; nothing was changed")
+                raise TunerError(
+                    f"made the indexes of {path} anew, found: {' '.join(found[0].split())}; nothing was changed"
+                )
             connection.execute("COMMIT")
     except sqlite3.Error as error:
         raise TunerError(f"wanted to make the indexes of {path} anew, found: {error}; nothing was changed") from error
@@ -203,7 +223,7 @@ def mend_indexes(path: Path) -> str:
 
 def mend_journal(path: Path) -> str:
     """Switch to a write-ahead log, and write a large one into the file; what was done, or why not."""
-    with closing(sqlite3.connect(path, timeout=WAIT_SECONDS, isolation_level=None)) as connection:
+    with closing(_change(path)) as connection:
         try:
             (before,) = connection.execute("PRAGMA journal_mode").fetchone()
             (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
