@@ -15,13 +15,14 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tuner"
 LAYERS = """
     run compare report best dashboard check __main__
     outcome options
-    workers engines
+    workers engines mend
     assignment
     search objective figures display prepare
     study tell
-    study_file samplers progress
+    study_file samplers progress health
     spec storage tpe halving
-    storage_transactions owner weights
+    storage_transactions owner weights sqlite_copy
+    sqlite_file
     storage_rows
     results
     measure
@@ -32,7 +33,7 @@ LAYERS = """
     capture train signature
     rewrite
     listing
-    data
+    data machine
     device replay
     clock dropout interrupt storage_url
     errors
@@ -143,7 +144,7 @@ def test_import_tuner_loads_no_large_library() -> None:
     assert loaded & {"torch", "optuna", "sqlalchemy", "sklearn", "plotly", "rich"} == set()
 
 
-@pytest.mark.parametrize("command", ["run", "report", "dashboard"])
+@pytest.mark.parametrize("command", ["run", "report", "dashboard", "check"])
 def test_help_never_loads_torch(command: str) -> None:
     """`--help` answers without loading torch, and exits with 0."""
     loaded = loaded_after(f"""
@@ -159,7 +160,7 @@ except SystemExit as exit:
     assert "torch" not in loaded
 
 
-@pytest.mark.parametrize("command", ["report", "dashboard"])
+@pytest.mark.parametrize("command", ["report", "dashboard", "check"])
 def test_reading_commands_load_without_torch(command: str) -> None:
-    """`report` and `dashboard` read a storage: importing them loads no torch either."""
+    """`report`, `dashboard` and `check` read a storage: importing them loads no torch either."""
     assert "torch" not in loaded_after(f"import tuner.{command}")

@@ -6,6 +6,7 @@ COMMANDS = {
     "tuner.run": "tune: python -m tuner.run --n-trials 50",
     "tuner.dashboard": "browse the studies of a storage in optuna-dashboard",
     "tuner.report": "tables of a study: best trials, failures, where the time went",
+    "tuner.check": "what this machine can do, whether a storage is healthy, how to mend and copy it",
 }
 
 

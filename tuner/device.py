@@ -165,6 +165,15 @@ def free_bytes(device: torch.device) -> int | None:
     return None
 
 
+def total_bytes(device: torch.device) -> int | None:
+    """Bytes of memory of an accelerator (of MPS: what it advises to use at most); None where nobody knows."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "xpu":
+        return int(torch.xpu.get_device_properties(device).total_memory)
+    return int(torch.mps.recommended_max_memory()) if device.type == "mps" else None
+
+
 def reset_peak(device: torch.device) -> None:
     """Start measuring `peak_megabytes` anew."""
     if device.type in ("cuda", "xpu"):

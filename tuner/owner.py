@@ -12,10 +12,15 @@ def this_process() -> str:
     return f"{socket.gethostname()}:{os.getpid()}:{_start(os.getpid())}"
 
 
+def is_here(owner: str) -> bool:
+    """Whether `owner` is, or was, a process of this host."""
+    return owner.rpartition(":")[0].rpartition(":")[0] == socket.gethostname()
+
+
 def is_gone(owner: str) -> bool:
     """Whether `owner` was a process of this host that has ended; False where nobody here can tell."""
-    host, _, rest = owner.rpartition(":")[0].rpartition(":")[0], None, owner.split(":")[-2:]
-    if host != socket.gethostname() or len(rest) != 2 or not rest[0].isdigit():
+    rest = owner.split(":")[-2:]
+    if not is_here(owner) or len(rest) != 2 or not rest[0].isdigit():
         return False
     pid = int(rest[0])
     try:

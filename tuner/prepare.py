@@ -20,9 +20,10 @@ from tuner.plan import DEVICE_WIDTHS, WIDTHS, Plan, Scope, Timing, choose, try_s
 from tuner.results import Target
 from tuner.samplers import grid_cells
 from tuner.spec import LoadedSpec, Space, explore, one_line
-from tuner.storage import open_storage, resolve_url, sqlite_path
+from tuner.storage import open_storage, resolve_url
 from tuner.study import OpenedStudy, enqueue_grid, enqueue_points, open_study, read_points, target_of
 from tuner.study_file import load_spec
+from tuner.weights import default_folder
 
 DEFAULT_PRUNER = "median"
 
@@ -128,7 +129,7 @@ def open_prepared(ready: Prepared, study_name: str | None, points: Path | None, 
 
 
 def weights_folder(url: str, asked: str | None) -> Path:
-    """Where weights are kept: ``tuner-weights`` beside ``tuner.db``; in the working directory for a server.
+    """Where weights are kept: where it was `asked` for, else beside the storage.
 
     Raises `UsageError` where no directory can be made.
     """
@@ -139,8 +140,7 @@ def weights_folder(url: str, asked: str | None) -> Path:
             kind = "no directory" if not there.is_dir() else "no permission to write"
             raise UsageError(f"--weights {asked}: wanted a directory to write in; found {kind} at {there}")
         return folder
-    path = sqlite_path(url)
-    return path.with_name(f"{path.stem}-weights") if path is not None else Path("tuner-weights").absolute()
+    return default_folder(url)
 
 
 def _make_plan(

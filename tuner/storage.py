@@ -84,7 +84,6 @@ def _made(url: str, path: Path) -> Storage:
 
 def _check_schema(url: str, path: Path) -> None:
     """Raise StorageError if other versions of Optuna made the tables, before the constructor adds its own to them."""
-    from alembic.script import ScriptDirectory
     from optuna.storages._rdb import models
 
     with closing(sqlite3.connect(path, timeout=BUSY_SECONDS)) as connection:
@@ -96,10 +95,18 @@ def _check_schema(url: str, path: Path) -> None:
             )
         except sqlite3.Error as error:
             raise cannot_open(url, error) from None
-    head = ScriptDirectory(str(Path(models.__file__).with_name("alembic"))).get_current_head()
-    if stamps == [(head,)] or (not stamps and before in ([], [(models.SCHEMA_VERSION,)])):
+    if stamps == [(schema_versions()[0],)] or (not stamps and before in ([], [(models.SCHEMA_VERSION,)])):
         return
     raise _other_schema(url)
+
+
+def schema_versions() -> list[str]:
+    """The versions of the tables that this Optuna knows, its own first."""
+    from alembic.script import ScriptDirectory
+    from optuna.storages._rdb import models
+
+    history = ScriptDirectory(str(Path(models.__file__).with_name("alembic")))
+    return [script.revision for script in history.walk_revisions()]
 
 
 def _other_schema(url: str) -> StorageError:

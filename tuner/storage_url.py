@@ -34,8 +34,8 @@ _NETWORK_FILE_SYSTEMS = (
 )
 _NETWORK_FUSE = ("sshfs", "gluster", "ceph", "moosefs", "mfs", "lizardfs", "s3", "gcs", "rclone", "goofys", "juicefs")
 _ANSWER = "give the path of a local file, or a PostgreSQL URL (postgresql://USER@HOST/DATABASE)"
-_STUDY_TABLES = frozenset({"studies", "trials", "version_info"})
-_OPTUNA_TABLE = re.compile(r"(alembic_version|version_info|studies|trials|(study|trial)_[a-z_]+)$")
+STUDY_TABLES = frozenset({"studies", "trials", "version_info"})
+OPTUNA_TABLE = re.compile(r"(alembic_version|version_info|studies|trials|(study|trial)_[a-z_]+)$")
 
 _held = threading.local()
 
@@ -267,14 +267,14 @@ def _check_content(path: Path) -> None:
     try:
         with closing(sqlite3.connect(path, timeout=BUSY_SECONDS)) as connection:
             tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            if tables >= _STUDY_TABLES:
+            if tables >= STUDY_TABLES:
                 connection.execute("SELECT max(study_id), max(trial_id) FROM trials").fetchone()
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_NOTADB:
             raise StorageError(f"wanted a SQLite database, found another kind of file at {path}; {_ANSWER}") from None
         raise StorageError(f"wanted a SQLite database, found a damaged one at {path} ({error}); {_ANSWER}") from None
     # A creation that was interrupted leaves some of Optuna's tables and no others: it is completed.
-    if not tables >= _STUDY_TABLES and not all(_OPTUNA_TABLE.match(name) for name in tables):
+    if not tables >= STUDY_TABLES and not all(OPTUNA_TABLE.match(name) for name in tables):
         raise StorageError(
             f"wanted a database of Optuna's, found one of another program at {path}"
             f" (tables {', '.join(sorted(tables)[:3])}); {_ANSWER}"

@@ -12,15 +12,22 @@ import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-import torch
-from torch import Tensor
-
 from tuner.errors import TunerError
+from tuner.storage_url import sqlite_path
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NAME = re.compile(r"trial-(\d+)\.pt")
+
+
+def default_folder(url: str) -> Path:
+    """``tuner-weights`` beside ``tuner.db``; in the working directory for a server."""
+    path = sqlite_path(url)
+    return path.with_name(f"{path.stem}-weights") if path is not None else Path("tuner-weights").absolute()
 
 
 class WeightsFolder:
@@ -47,6 +54,8 @@ class WeightsFolder:
         return self.file(number)
 
     def _write(self, number: int, content: Mapping[str, Any]) -> None:
+        import torch  # not above: `check` looks for the files only
+
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=f".trial-{number}-", dir=self.path)
         try:
@@ -63,10 +72,14 @@ class WeightsFolder:
 
     def remove_others(self, best: int, finished: set[int]) -> None:
         """Remove the files of `finished` trials other than the `best` one; a running trial's file may be needed yet."""
-        for path in self.path.glob("trial-*.pt"):
-            match = _NAME.fullmatch(path.name)
-            if match and int(match[1]) != best and int(match[1]) in finished:
-                path.unlink(missing_ok=True)
+        for number in numbers_in(self.path) & finished - {best}:
+            self.file(number).unlink(missing_ok=True)
+
+
+def numbers_in(path: Path) -> set[int]:
+    """The trials whose weights are in the folder of a study."""
+    found = [_NAME.fullmatch(file.name) for file in path.glob("trial-*.pt")]
+    return {int(match[1]) for match in found if match}
 
 
 def _file_name(study_name: str) -> str:
