@@ -30,7 +30,7 @@ TOLERANCES = {"float32": 1e-4, "tf32": 5e-3, "bf16": 5e-2}
 PROBE_EXAMPLES = 8
 
 PROBE_NOISE = 0.1
-"""Padded networks are compared with these random changes to their weights, too: what a difference of theirs is
+"""Padded networks are compared with random changes of this size to their weights: what a difference of theirs is
 multiplied with may be zero at the start."""
 
 
@@ -76,23 +76,14 @@ class Program:
     def check(self, modules: Sequence[nn.Module], losses: Sequence[Loss], seeds: Sequence[int]) -> None:
         """Compare each lane with its own network, on a few examples: loss, gradient, buffers.
 
-        The evaluation is compared as well; where a lane is padded, all of it once more with other weights.
+        The evaluation is compared as well; where lanes are padded, all of it with changed weights.
 
         Raises `CannotStack` on any difference that is not rounding, and where a forward pass changes something that is
         no tensor, which a record would not repeat. The modules are used up: their tensors may have changed.
         """
         masks = self.masks(modules)
-        self._check(modules, losses, seeds, masks)
         if masks is not None:
-            generator = torch.Generator().manual_seed(0)
-            for parameter in (p for module in modules for p in module.parameters()):
-                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-                parameter.data.add_(noise, alpha=PROBE_NOISE)
-            self._check(modules, losses, seeds, masks)
-
-    def _check(
-        self, modules: Sequence[nn.Module], losses: Sequence[Loss], seeds: Sequence[int], masks: list[Tensor] | None
-    ) -> None:
+            _add_noise(modules)
         leaves = tree_leaves(sample(self._task.train, PROBE_EXAMPLES))
         batch = tree_unflatten(leaves, self._structure)
         lists = [self.tensors(module) for module in modules]
@@ -117,6 +108,8 @@ class Program:
                 measured = _measured(module, loss, batch, self._task)
                 if not _distance([measured_KM[lane]], [measured]) < self._tolerance:
                     raise CannotStack("its evaluation in a stack differs from that alone")
+        if masks is not None and not torch.isfinite(losses_K).all():
+            raise CannotStack("losses are not finite with changed weights")
 
     def _capture(self, function: Callable[..., Any], source: Source, stacked: int) -> Captured:
         tensors = [tensor for part in self.tensors(self._module) for tensor in part]
@@ -246,6 +239,13 @@ def _alone(
     for p in parameters.values():
         p.grad = None
     return value.detach(), gradients, [named[n].detach().clone() for n in fixed]
+
+
+def _add_noise(modules: Sequence[nn.Module]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in (p for module in modules for p in module.parameters()):
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+        parameter.data.add_(noise, alpha=PROBE_NOISE)
 
 
 def _measured(module: nn.Module, loss: Loss, batch: Batch, task: Task) -> Tensor:
