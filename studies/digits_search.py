@@ -1,8 +1,8 @@
-"""Tune the architecture of a multilayer perceptron on scikit-learn's handwritten digits.
+"""Tune a multilayer perceptron's architecture on scikit-learn's handwritten digits.
 
 The space of Optuna's PyTorch example: one to three layers of 4 to 128 units each, so that hardly two trials have the
 same shapes. Its dropout is left out: a layer padded to another's width would draw other random numbers than it draws
-alone, and such trials are trained one by one. With 50 trials the best validation loss is about 0.06.
+alone, and such trials are trained one by one. With 50 trials the best validation loss is about 0.05.
 """
 
 from typing import Any

@@ -37,7 +37,7 @@ def optimized(objective: Objective, trial_count: int, **arguments: Any) -> optun
     return study
 
 
-@pytest.mark.parametrize("name", ["digits_mlp", "digits_cnn", "diabetes_mlp"])
+@pytest.mark.parametrize("name", ["digits_mlp", "digits_cnn", "digits_search", "diabetes_mlp"])
 def test_the_objective_gives_the_value_of_a_run_bit_for_bit(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,7 @@ def _own_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-@pytest.mark.parametrize("source", ["digits_mlp", "digits-mlp", "digits_cnn", "diabetes_mlp"])
+@pytest.mark.parametrize("source", ["digits_mlp", "digits-mlp", "digits_cnn", "digits_search", "diabetes_mlp"])
 def test_a_study_of_ours_is_found_by_its_name(source: str) -> None:
     """With an underscore, as its file is called, or with a dash, as its study is."""
     loaded = load_spec(source)
