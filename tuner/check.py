@@ -202,7 +202,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--salvage",
         metavar="FILE",
         type=Path,
-        help="copy what can still be read of a damaged SQLite file to a new FILE",
+        help="copy what can be read of a damaged SQLite file to a new FILE",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it is there")
     parser.add_argument("--json", action="store_true", help="print one JSON document")

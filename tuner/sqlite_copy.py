@@ -125,8 +125,9 @@ def _salvage(source: Path, made: Path) -> list[str]:
 def _rows(reader: sqlite3.Connection, table: str, lost: list[str]) -> Iterator[tuple[Any, ...]]:
     last = -(1 << 63)
     try:
-        for last, *row in reader.execute(f"SELECT rowid, * FROM {table} NOT INDEXED ORDER BY rowid"):
-            yield tuple(row)
+        for row in reader.execute(f"SELECT rowid, * FROM {table} NOT INDEXED ORDER BY rowid"):
+            last = row[0]
+            yield row[1:]
     except sqlite3.DatabaseError:
         lost.append(table.strip('"'))
         back = f"SELECT * FROM {table} NOT INDEXED WHERE rowid > ? ORDER BY rowid DESC"
