@@ -323,7 +323,7 @@ def test_a_damaged_file_is_said_and_never_written_to(how: str, cwd: Path, capsys
         if how != "header":
             assert "the file is damaged" in line
             assert "nothing is written to it" in line
-            assert f"sqlite3 -readonly {cwd}/tuner.db .recover | sqlite3 {cwd}/tuner-salvaged.db" in line
+            assert f"python -m tuner.check {cwd}/tuner.db --salvage {cwd}/tuner-salvaged.db" in line
         assert everything_in(cwd) == before
     (cwd / "copy.db").write_bytes(b"the copy of before")
     before = everything_in(cwd)
@@ -331,6 +331,59 @@ def test_a_damaged_file_is_said_and_never_written_to(how: str, cwd: Path, capsys
     assert (code, out) == (1, "")
     assert [line.startswith("error: ") for line in errors.splitlines() if not line.startswith("copied ")] == [True]
     assert everything_in(cwd) == before
+
+
+@pytest.mark.parametrize(("how", "least", "most"), [("cut", 1000, 6000), ("middle", 5000, 8999)])
+def test_what_can_be_read_of_a_damaged_file_is_salvaged(
+    how: str, least: int, most: int, cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Into a new file that is sound: the rows before and behind the damage; exit 1, since some are lost."""
+    damage(cwd / "tuner.db", how)
+    before = everything_in(cwd)
+    code, out, errors = run(capsys, "--salvage", "saved.db")
+    assert (code, errors) == (1, "")
+    assert "\nin it      tiny: 3 complete\nlost       rows of " in out
+    assert re.search(r"\nlost .*\btrial_user_attributes\b.* could not be read\n", out)
+    assert f"\nnext       python -m tuner.check {cwd}/saved.db --repair\n" in out
+    assert run(capsys, "saved.db", "--repair")[0] == 0
+    with closing(sqlite3.connect("saved.db")) as connection:
+        [(count, wrong)] = connection.execute(
+            "SELECT count(*), sum(key != 'key' || value_json) FROM trial_user_attributes WHERE key LIKE 'key%'"
+        )
+        assert (connection.execute("PRAGMA integrity_check").fetchall(), wrong) == ([("ok",)], 0)
+        assert least <= count <= most
+    assert [t.number for t in trials(cwd / "saved.db")] == [0, 1, 2]
+    Path("saved.db").unlink()
+    assert everything_in(cwd) == before
+
+
+def test_a_file_that_lost_an_index_loses_no_rows(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its last page was cut, which is of an index: exit 0, and every row is there."""
+    damage(cwd / "tuner.db", "cut in a page")
+    code, out, _ = run(capsys, "--salvage", "saved.db")
+    assert code == 0
+    assert "lost" not in out
+    assert len(trials(cwd / "saved.db")[0].user_attrs) == 9002
+
+
+def test_a_salvaged_healthy_file_is_whole(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every row of every table; a file without readable tables is one line."""
+    assert run(capsys, "--salvage", "saved.db")[0] == 0
+    assert run(capsys, "saved.db", "--full")[0] == 0
+    contents = []
+    for name in ("tuner.db", "saved.db"):
+        with closing(sqlite3.connect(name)) as connection:
+            contents.append(list(connection.iterdump()))
+    assert sorted(contents[0]) == sorted(contents[1])
+    assert run(capsys, "--salvage", "saved.db")[0] == 2
+    damage(path, "schema")
+    code, out, errors = run(capsys, "--salvage", "other.db")
+    assert (code, out, errors.count("\n")) == (1, "", 1)
+    for arguments in (["--repair"], ["--backup", "b.db"]):
+        with pytest.raises(SystemExit) as ended:
+            check.main(["--salvage", "other.db", *arguments])
+        assert ended.value.code == 2
+    assert not Path("other.db").exists()
 
 
 def test_the_log_of_a_damaged_file_is_not_written_into_it(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -669,16 +722,27 @@ def test_weights_without_a_trial_and_trials_without_weights_are_said(
     assert "/deleted has weights of trials that are not in it: trials 4, 77, 78;" in out
 
 
-def test_the_journal_of_a_plain_optuna_script_is_switched(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_journal_of_a_plain_optuna_script_is_switched(
+    cwd: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Readers and writers wait for each other until then."""
     study = optuna.create_study(storage=f"sqlite:///{cwd}/tuner.db", study_name="plain")
     study.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=2)
+    study.ask().set_user_attr("worker", GONE)
     study._storage._backend.engine.dispose()  # type: ignore[attr-defined]
-    assert codes(capsys) == (1, ["journal"])
+    assert codes(capsys) == (1, ["journal", "zombies"])
+    with closing(sqlite3.connect(cwd / "tuner.db", isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM trials").fetchone()
+        with monkeypatch.context() as patch:
+            patch.setattr(sqlite_file, "WAIT_SECONDS", 0.2)
+            told = sqlite_file.mend_journal(cwd / "tuner.db")
+        assert told.startswith("left the journal as it is: database is locked;")
     code, out, _ = run(capsys, "--repair")
     assert code == 0
     assert "\njournal    wal\n" in out
     assert "\nmended     switched the journal from delete to wal\n" in out
+    assert "\nmended     study 'plain': ended trial 2 as failed," in out
     assert codes(capsys) == (0, [])
 
 
@@ -704,6 +768,20 @@ def test_a_large_log_is_written_into_the_file(
     assert "\nmended     wrote the write-ahead log into the file\n" in out
     assert not path.with_name("tuner.db-wal").exists()
     assert len(trials(path, "renamed")[0].user_attrs["epochs"]) == 24_000_000
+
+
+def test_a_row_that_nobody_can_read_is_one_line(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A state that this Optuna does not know, an attribute that is no JSON."""
+    execute(path, "UPDATE trials SET state = 'PAUSED' WHERE number = 1")
+    code, out, _ = run(capsys)
+    assert code == 1
+    assert "\nwrong      a row cannot be read: 'PAUSED' is not among the defined enum values." in out
+    execute(
+        path,
+        "UPDATE trials SET state = 'RUNNING' WHERE number = 1",
+        "UPDATE trial_user_attributes SET value_json = 'torn' WHERE key = 'worker'",
+    )
+    assert codes(capsys, "--repair") == (1, ["rows"])
 
 
 # PostgreSQL.
@@ -789,7 +867,7 @@ def test_a_copy_holds_what_is_in_the_log_of_a_killed_writer(path: Path, capsys: 
         "storage": None,
         "backup": {
             "file": str(path.with_name("second.db")), "bytes": path.stat().st_size,
-            "studies": {"renamed": {"complete": 3}},
+            "studies": {"renamed": {"complete": 3}}, "incomplete": [],
         },
     }  # fmt: skip
 
@@ -815,7 +893,6 @@ print(20 + 10 * number)
 
 def test_a_copy_while_two_writers_write_is_of_one_moment(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every complete trial of the copy has all of its values, parameters and reports; no writer is held up or fails."""
-    before = path.with_name("large")
     execute(path, "CREATE TABLE filler AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 5000)"
             " SELECT randomblob(4000) AS block FROM n")  # fmt: skip
     root = Path(__file__).resolve().parent.parent
@@ -847,7 +924,6 @@ def test_a_copy_while_two_writers_write_is_of_one_moment(path: Path, capsys: pyt
     assert counts[-1] > counts[0]
     total = 3 + sum(int(out) for out, _ in ends)
     assert total > counts[0]
-    assert not before.exists()
     assert not list(path.parent.glob(".copy*"))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,9 +94,9 @@ def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {state}" for state, count in counts.items()) or "no trials"
 
 
-def back_up(url: str, target: Path, overwrite: bool) -> dict[str, Any]:
-    """Copy the storage to `target`; what is in the copy. Raises TunerError."""
-    from tuner.sqlite_copy import copy_database
+def back_up(url: str, target: Path, *, overwrite: bool, salvage: bool) -> dict[str, Any]:
+    """Copy the storage to `target`, or what can be read of it; what is in the copy. Raises TunerError."""
+    from tuner.sqlite_copy import copy_database, salvage_database
     from tuner.storage import masked, sqlite_path
 
     source = sqlite_path(url)
@@ -107,13 +108,16 @@ def back_up(url: str, target: Path, overwrite: bool) -> dict[str, Any]:
         )
     if not source.is_file():
         raise TunerError(f"wanted a storage to copy at {source}, found no such file; name another")
+    path = Path.cwd() / target
+    if salvage:
+        counts, lost = salvage_database(source, path)
+        return {"file": str(path), "bytes": path.stat().st_size, "studies": counts, "incomplete": lost}
 
     def tell(done: int, pages: int) -> None:
         print(f"copied {100 * done // pages} % of {source}", file=sys.stderr)
 
-    path = Path.cwd() / target
     counts = copy_database(source, path, overwrite=overwrite, progress=tell)
-    return {"file": str(path), "bytes": path.stat().st_size, "studies": counts}
+    return {"file": str(path), "bytes": path.stat().st_size, "studies": counts, "incomplete": []}
 
 
 def backup_lines(backup: Mapping[str, Any]) -> Iterator[str]:
@@ -124,6 +128,9 @@ def backup_lines(backup: Mapping[str, Any]) -> Iterator[str]:
     yield f"{'copy':10} {backup['file']}: {size_text(backup['bytes'])}, sound (quick_check)"
     for name, counts in backup["studies"].items():
         yield f"{'in it':10} {clean(name, 600)}: {_listed(counts)}"
+    if backup["incomplete"]:
+        yield f"{'lost':10} rows of {clean(', '.join(backup['incomplete']), 2000)} could not be read"
+        yield f"{'next':10} python -m tuner.check {shlex.quote(backup['file'])} --repair"
 
 
 def check(args: argparse.Namespace) -> int:
@@ -131,16 +138,19 @@ def check(args: argparse.Namespace) -> int:
     from tuner.storage import masked, resolve_url, sqlite_path
 
     url = resolve_url(args.storage, os.environ, Path.cwd())
+    target = args.backup or args.salvage
     machine = None
-    if not args.storage_only and args.backup is None:
+    if not args.storage_only and target is None:
         from tuner.machine import look_around
 
         path = sqlite_path(url)
         machine = look_around(path.parent if path is not None and path.parent.is_dir() else Path.cwd())
-    backup = None if args.backup is None else back_up(url, args.backup, args.overwrite)
+    backup = None
+    if target is not None:
+        backup = back_up(url, target, overwrite=args.overwrite, salvage=args.backup is None)
     health: Health | None = None
     mended: list[str] = []
-    if args.backup is None or args.repair:
+    if target is None or args.repair:
         from tuner.health import inspect
         from tuner.mend import mend
 
@@ -158,7 +168,7 @@ def check(args: argparse.Namespace) -> int:
             health_lines(health, mended) if health is not None else (),
         ]
         print("\n\n".join(text for text in map("\n".join, parts) if text), flush=True)
-    return 1 if health is not None and health.wrong else 0
+    return 1 if (health is not None and health.wrong) or (backup is not None and backup["incomplete"]) else 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -188,12 +198,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         type=Path,
         help="copy a SQLite storage to FILE, also while others write to it; with --repair before anything is mended",
     )
+    parser.add_argument(
+        "--salvage",
+        metavar="FILE",
+        type=Path,
+        help="copy what can be read of a damaged SQLite file to a new FILE",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it is there")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     args = parser.parse_args(argv)
     if args.overwrite and args.backup is None:
         parser.error("--overwrite is for --backup FILE")
+    if args.salvage is not None and (args.backup is not None or args.repair):
+        parser.error("--salvage FILE goes alone: mend the copy afterwards")
     return args
 
 

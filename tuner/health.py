@@ -94,8 +94,11 @@ def inspect(url: str, *, full: bool = False) -> Health:
             health.schema, found = _schema(url, connection)
             health.findings += found
             if health.schema and not any(finding.wrong for finding in found):
-                _inspect_rows(health, session)
-                health.findings += _weights(url, session, health.studies, kept)
+                try:
+                    _inspect_rows(health, session)
+                    health.findings += _weights(url, session, health.studies, kept)
+                except (LookupError, ValueError) as error:  # a state or an attribute as no Optuna writes it
+                    health.findings.append(Finding("rows", f"a row cannot be read: {' '.join(str(error).split())}"))
     except (SQLAlchemyError, ImportError, ValueError) as error:
         health.findings.append(Finding("connection", str(cannot_open(url, error))))
     return health
@@ -257,8 +260,9 @@ def _weights(
     unknown = dict(kept)
     for state in studies:
         folder = WeightsFolder(default_folder(url), state.name)
-        numbers = {number for (number,) in session.query(trial.number).filter(trial.study_id == state.id)}
-        unknown[folder.path.name] = unknown.get(folder.path.name, set()) - numbers
+        if folder.path.name in unknown:
+            numbers = {number for (number,) in session.query(trial.number).filter(trial.study_id == state.id)}
+            unknown[folder.path.name] = unknown[folder.path.name] - numbers
         best = _best_trial(session, state.id)
         about: dict[str, Any] = {} if best is None else {
             key: json.loads(value)

@@ -23,13 +23,13 @@ def mend(health: Health) -> list[str]:
         done.append(mend_indexes(path))
         health = inspect(health.url)  # the rows behind them could not be trusted before
         codes = _mendable(health)
+    if path is not None and codes & {"journal", "log"}:  # before the rows: to open a storage for writing does it too
+        done.append(mend_journal(path))
     if codes & {"zombies", "orphans"}:
         try:
             done += _mend_rows(health)
         except StorageError as error:
             raise TunerError(str(error)) from error
-    if path is not None and codes & {"journal", "log"}:
-        done.append(mend_journal(path))
     return done
 
 

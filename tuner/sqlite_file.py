@@ -72,10 +72,13 @@ def size_text(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-def look(path: Path) -> sqlite3.Connection:
-    """A connection to a file that is there, which changes nothing in it. Raises sqlite3.Error."""
+def look(path: Path, *, damaged: bool = False) -> sqlite3.Connection:
+    """A connection to a file that is there, which changes nothing in it. Raises sqlite3.Error.
+
+    One to a file that is known to be `damaged` reads what it can, where otherwise the whole file is refused.
+    """
     path = path.resolve()  # the log lies beside the file, not beside a link to it
-    return _connect(path, _mode(path))
+    return _connect(path, _mode(path), damaged)
 
 
 def _mode(path: Path) -> str:
@@ -97,12 +100,14 @@ def _mode(path: Path) -> str:
     return "mode=ro"
 
 
-def _connect(path: Path, mode: str) -> sqlite3.Connection:
+def _connect(path: Path, mode: str, damaged: bool = False) -> sqlite3.Connection:
     connection = sqlite3.connect(
         f"file:{quote(str(path))}?{mode}", uri=True, timeout=WAIT_SECONDS, isolation_level=None, check_same_thread=False
     )
     try:
         connection.execute("PRAGMA query_only = ON")
+        if damaged:  # also a file that is shorter than it says
+            connection.execute("PRAGMA writable_schema = ON")
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     except sqlite3.Error:
         connection.close()
@@ -173,16 +178,14 @@ def _damage(path: Path, troubles: list[str]) -> Finding:
     if all(_INDEX_TROUBLE.match(text) for text in troubles):
         text = f"indexes disagree with their tables in {len(troubles)} places: {told}"
         return Finding("indexes", text, mendable=True)
-    return Finding("corrupt", f"the file is damaged: {told}", salvage(path))
+    return Finding("corrupt", f"the file is damaged: {told}", way_out(path))
 
 
-def salvage(path: Path) -> str:
+def way_out(path: Path) -> str:
     """What to do with a damaged file."""
     new = path.with_name(f"{path.stem}-salvaged{path.suffix}")
-    return (
-        "nothing is written to it; take the last copy, or salvage what can be read into a new file:"
-        f" sqlite3 -readonly {shlex.quote(str(path))} .recover | sqlite3 {shlex.quote(str(new))}"
-    )
+    command = f"python -m tuner.check {shlex.quote(str(path))} --salvage {shlex.quote(str(new))}"
+    return f"nothing is written to it; take the last copy, or what can still be read of it: {command}"
 
 
 def _trouble(path: Path, error: sqlite3.Error) -> Finding:
@@ -193,7 +196,7 @@ def _trouble(path: Path, error: sqlite3.Error) -> Finding:
     if code == sqlite3.SQLITE_BUSY:
         return Finding("locked", f"another program has locked it for {WAIT_SECONDS:.0f} s", f"see fuser -v {path}")
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_ERROR):
-        return Finding("corrupt", f"the file is damaged: {error}", salvage(path))
+        return Finding("corrupt", f"the file is damaged: {error}", way_out(path))
     return Finding("reading", f"{path} cannot be read: {error}")
 
 
@@ -212,9 +215,8 @@ def mend_indexes(path: Path) -> str:
             found = [text for (text,) in connection.execute("PRAGMA integrity_check")]
             if found != ["ok"]:
                 connection.execute("ROLLBACK")
-                raise TunerError(
-                    f"made the indexes of {path} anew, found: {' '.join(found[0].split())}; nothing was changed"
-                )
+                told = " ".join(found[0].split())
+                raise TunerError(f"made the indexes of {path} anew, found: {told}; nothing was changed")
             connection.execute("COMMIT")
     except sqlite3.Error as error:
         raise TunerError(f"wanted to make the indexes of {path} anew, found: {error}; nothing was changed") from error
@@ -229,7 +231,7 @@ def mend_journal(path: Path) -> str:
             (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
             busy, _, _ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         except sqlite3.Error as error:
-            return f"left the journal as it is: {error}"
+            return f"left the journal as it is: {error}; see fuser -v {path}"
     if busy:
         return f"left the write-ahead log as it is: a program reads it; see fuser -v {path}"
     if mode != before:
