@@ -154,8 +154,6 @@ class Stack:
         rate_K, shares_K, *leaves = inputs
         whole = self._whole
         *gradients, losses_K = self._program.train.run(*self._trained, *self._fixed, *leaves)
-        if self._masks:
-            gradients = list(torch._foreach_mul(gradients, self._masks))
         if whole == len(self._jobs):
             self._update(0, whole, gradients, rate_K, new)
             return losses_K
@@ -175,17 +173,22 @@ class Stack:
         if (start, stop) not in self._slices:
             trained, momenta = ([t[start:stop] for t in tensors] for tensors in (self._trained, self._momenta))
             settings = (self._momentum_K[start:stop], self._decay_K[start:stop])
-            self._slices[start, stop] = (trained, momenta, *([_beside(c, t) for t in trained] for c in settings))
-        trained, momenta, momentum, decay = self._slices[start, stop]
+            columns = ([_beside(c, t) for t in trained] for c in settings)
+            self._slices[start, stop] = (trained, momenta, *columns, [m[start:stop] for m in self._masks or ()])
+        trained, momenta, momentum, decay, masks = self._slices[start, stop]
         if not self._constant or (start, stop) not in self._steps:
             less_K = -rate_K[start:stop]
             self._steps[start, stop] = [_beside(less_K, t) for t in trained]
         rate = self._steps[start, stop]
         if not self._plain:
+            gradients = torch._foreach_mul(list(gradients), masks) if masks else gradients
             self._update_fully(start, stop, gradients, (trained, momenta, momentum, decay, rate), new)
             return
         torch._foreach_mul_(momenta, momentum)
-        torch._foreach_add_(momenta, list(gradients))
+        if masks:
+            torch._foreach_addcmul_(momenta, list(gradients), masks)
+        else:
+            torch._foreach_add_(momenta, list(gradients))
         torch._foreach_addcmul_(momenta, trained, decay)
         torch._foreach_addcmul_(trained, momenta, rate)
 
