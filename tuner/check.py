@@ -184,6 +184,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="?",
         help="SQLite file or storage URL (default: OPTUNA_STORAGE, else tuner.db in this directory)",
     )
+    parser.add_argument("--storage", metavar="URL", dest="named", help="the same, as the other commands take it")
     parser.add_argument("--storage-only", action="store_true", help="leave out the machine: quick, loads no torch")
     parser.add_argument("--full", action="store_true", help="compare every index of a SQLite file with its table")
     parser.add_argument(
@@ -208,6 +209,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     args = parser.parse_args(argv)
+    if args.storage is not None and args.named is not None:
+        parser.error("name one storage, with or without --storage")
+    args.storage = args.storage or args.named
     if args.overwrite and args.backup is None:
         parser.error("--overwrite is for --backup FILE")
     if args.salvage is not None and (args.backup is not None or args.repair):
