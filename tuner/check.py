@@ -106,7 +106,7 @@ def back_up(url: str, target: Path, *, overwrite: bool, salvage: bool) -> dict[s
             "wanted a SQLite file to copy, found a PostgreSQL database; its own tool copies it: pg_dump --format=custom"
             f" --file='{target}' '{server}'"
         )
-    if not source.is_file():
+    if not os.path.isfile(source):
         raise TunerError(f"wanted a storage to copy at {source}, found no such file; name another")
     path = Path.cwd() / target
     if salvage:
@@ -144,7 +144,7 @@ def check(args: argparse.Namespace) -> int:
         from tuner.machine import look_around
 
         path = sqlite_path(url)
-        machine = look_around(path.parent if path is not None and path.parent.is_dir() else Path.cwd())
+        machine = look_around(path.parent if path is not None and os.path.isdir(path.parent) else Path.cwd())
     backup = None
     if target is not None:
         backup = back_up(url, target, overwrite=args.overwrite, salvage=args.backup is None)
