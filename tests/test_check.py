@@ -149,6 +149,10 @@ def test_the_storage_is_found_as_the_other_commands_find_it(
     other = path.rename(path.with_name("other.db"))
     assert run(capsys)[0] == 1
     assert run(capsys, "other.db")[0] == 0
+    assert run(capsys, "--storage", "other.db")[0] == 0
+    with pytest.raises(SystemExit) as ended:
+        run(capsys, "other.db", "--storage", "other.db")
+    assert ended.value.code == 2
     monkeypatch.setenv("OPTUNA_STORAGE", f"sqlite:///{other}")
     assert run(capsys)[0] == 0
     code, out, errors = run(capsys, "mysql://me:s3cr3t@host/base")
@@ -362,7 +366,7 @@ def test_a_file_that_lost_an_index_loses_no_rows(cwd: Path, capsys: pytest.Captu
     damage(cwd / "tuner.db", "cut in a page")
     code, out, _ = run(capsys, "--salvage", "saved.db")
     assert code == 0
-    assert "lost" not in out
+    assert "\nlost " not in out
     assert len(trials(cwd / "saved.db")[0].user_attrs) == 9002
 
 
@@ -492,6 +496,23 @@ def test_what_cannot_be_read_is_said(
     (nobodys_directory / "tuner.db").chmod(0o000)
     request.getfixturevalue("nobody")
     assert codes(capsys, nobodys_directory / "tuner.db") == (1, ["permission"])
+
+
+def test_a_folder_that_cannot_be_entered_is_one_line(
+    nobodys_directory: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    """Whether the storage is in it or the copy is to be."""
+    opened, closed = nobodys_directory / "tuner.db", nobodys_directory / "closed"
+    closed.mkdir()
+    shutil.copy(opened, closed)
+    closed.chmod(0o000)
+    request.addfinalizer(lambda: closed.chmod(0o755))
+    request.getfixturevalue("nobody")
+    assert codes(capsys, closed / "tuner.db") == (1, ["place"])
+    for arguments in ([closed / "tuner.db", "--backup", "copy.db"], [opened, "--backup", closed / "copy.db"]):
+        code, out, errors = run(capsys, *arguments)
+        assert (code, out, errors.count("\n")) == (1, "", 1)
+        assert errors.startswith("error: wanted a ")
 
 
 def test_a_file_that_another_program_holds_is_said(
@@ -967,6 +988,19 @@ def test_a_disk_that_gets_full_costs_no_older_copy(path: Path) -> None:
     assert done.stderr.endswith("; no copy was made\n")
     assert done.stderr.count("\n") == 1
     assert everything_in(path.parent) == before
+
+
+def test_a_disk_with_too_little_room_is_said_before(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The room is asked for once: the copy itself takes it."""
+    usage = shutil.disk_usage(path.parent)
+    left = [path.stat().st_size, 0]
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=left.pop(0)))
+    assert run(capsys, "--backup", "copy.db")[0] == 0
+    code, out, errors = run(capsys, "--backup", "copy2.db")
+    assert (code, out) == (1, "")
+    assert errors == f"error: wanted 0.1 MB for {path.parent}/copy2.db, found 0.0 MB free; make room\n"
 
 
 def test_a_copy_is_taken_before_anything_is_mended(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

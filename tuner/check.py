@@ -106,7 +106,7 @@ def back_up(url: str, target: Path, *, overwrite: bool, salvage: bool) -> dict[s
             "wanted a SQLite file to copy, found a PostgreSQL database; its own tool copies it: pg_dump --format=custom"
             f" --file='{target}' '{server}'"
         )
-    if not source.is_file():
+    if not os.path.isfile(source):
         raise TunerError(f"wanted a storage to copy at {source}, found no such file; name another")
     path = Path.cwd() / target
     if salvage:
@@ -144,7 +144,7 @@ def check(args: argparse.Namespace) -> int:
         from tuner.machine import look_around
 
         path = sqlite_path(url)
-        machine = look_around(path.parent if path is not None and path.parent.is_dir() else Path.cwd())
+        machine = look_around(path.parent if path is not None and os.path.isdir(path.parent) else Path.cwd())
     backup = None
     if target is not None:
         backup = back_up(url, target, overwrite=args.overwrite, salvage=args.backup is None)
@@ -184,6 +184,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="?",
         help="SQLite file or storage URL (default: OPTUNA_STORAGE, else tuner.db in this directory)",
     )
+    parser.add_argument("--storage", metavar="URL", dest="named", help="the same, as the other commands take it")
     parser.add_argument("--storage-only", action="store_true", help="leave out the machine: quick, loads no torch")
     parser.add_argument("--full", action="store_true", help="compare every index of a SQLite file with its table")
     parser.add_argument(
@@ -208,6 +209,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     args = parser.parse_args(argv)
+    if args.storage is not None and args.named is not None:
+        parser.error("name one storage, with or without --storage")
+    args.storage = args.storage or args.named
     if args.overwrite and args.backup is None:
         parser.error("--overwrite is for --backup FILE")
     if args.salvage is not None and (args.backup is not None or args.repair):

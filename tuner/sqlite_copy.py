@@ -50,8 +50,11 @@ def salvage_database(source: Path, target: Path) -> tuple[Mapping[str, Mapping[s
 @contextmanager
 def _appearing(source: Path, target: Path, overwrite: bool) -> Iterator[Path]:
     """Where to make the copy; it is at `target` when the block ends, and nowhere when that raises."""
-    _check_target(source, target, overwrite)
     try:
+        _check_target(source, target, overwrite)
+        need, free = source.stat().st_size + log_bytes(source.resolve()), shutil.disk_usage(target.parent).free
+        if free < need:
+            raise TunerError(f"wanted {size_text(need)} for {target}, found {size_text(free)} free; make room")
         # A folder of its own in the same file system: what a failure leaves goes with it.
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
             made = Path(folder) / target.name
@@ -80,9 +83,6 @@ def _check_target(source: Path, target: Path, overwrite: bool) -> None:
         beside = target.with_name(target.name + end)
         if beside.exists():
             raise UsageError(f"wanted a place for the copy that no program uses, found {beside}; name another")
-    need, free = source.stat().st_size + log_bytes(source.resolve()), shutil.disk_usage(target.parent).free
-    if free < need:
-        raise TunerError(f"wanted {size_text(need)} for the copy at {target}, found {size_text(free)} free; make room")
 
 
 def _copy(source: Path, made: Path, progress: Callable[[int, int], None]) -> None:
