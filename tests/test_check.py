@@ -29,7 +29,8 @@ from optuna.trial import TrialState
 from tests.study_files import SLOW, end_group, finish, params_of, running, start, study_file, trials, wait_for
 from tuner import check, health, sqlite_file
 from tuner.owner import this_process
-from tuner.storage import Storage, open_storage, resolve_url, schema_versions
+from tuner.storage import Storage, open_storage, resolve_url
+from tuner.storage_schema import schema_versions
 from tuner.weights import WeightsFolder
 
 pytest_plugins = "postgres"

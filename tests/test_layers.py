@@ -21,7 +21,7 @@ LAYERS = """
     study tell
     study_file samplers progress health
     spec storage tpe halving
-    storage_transactions owner weights sqlite_copy
+    storage_transactions storage_schema owner weights sqlite_copy
     sqlite_file
     storage_rows
     results

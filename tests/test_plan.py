@@ -80,37 +80,24 @@ def test_what_was_asked_for_is_kept() -> None:
     assert numbers(choose([], scope)) == (1, 1, 16)
 
 
-def test_timings_are_remembered_and_only_missing_ones_are_made() -> None:
-    """The second call is given what the first made; what it adds is there for the third."""
-    seen: list[int] = []
-
-    def measure(more: int) -> object:
-        def made(known: object) -> list[Timing]:
-            timings = list(known)  # type: ignore[call-overload]
-            seen.append(len(timings))
-            return timings + [Timing(4 + i, 1, 0.1) for i in range(more)]
-
-        return made
-
-    key = "a study of test_plan"
-    assert remembered(key, measure(2))[1] is False  # type: ignore[arg-type]
-    assert remembered(key, measure(1))[1] is False  # type: ignore[arg-type]
-    timings, before = remembered(key, measure(0))  # type: ignore[arg-type]
-    assert before is True
-    assert len(timings) == 3
-    assert seen == [0, 2, 3]
+def test_timings_are_remembered() -> None:
+    """The second call measures nothing."""
+    made = [Timing(1, 1, 0.1), Timing(4, 1, 0.05, 4)]
+    assert remembered("a study of test_plan", lambda: made) == (made, False)
+    assert remembered("a study of test_plan", lambda: []) == (made, True)
+    assert remembered("another study", lambda: made[:1]) == (made[:1], False)
 
 
 def test_a_broken_memory_is_measured_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A file that is no list of timings is as good as none; one that cannot be written does no harm."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert remembered("key", lambda known: [Timing(1, 1, 0.1)])[1] is False
+    assert remembered("key", lambda: [Timing(1, 1, 0.1)])[1] is False
     (file,) = (tmp_path / "tuner").iterdir()
     for text in ("", "{", "[1]", '[{"lanes": 1}]'):
         file.write_text(text)
-        assert remembered("key", lambda known: [*known, Timing(1, 1, 0.2)]) == ([Timing(1, 1, 0.2)], False)
+        assert remembered("key", lambda: [Timing(1, 1, 0.2)]) == ([Timing(1, 1, 0.2)], False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
-    assert remembered("key", lambda known: [Timing(1, 1, 0.1)])[1] is False
+    assert remembered("key", lambda: [Timing(1, 1, 0.1)])[1] is False
 
 
 def test_timing_covers_lone_trials_and_stacks_and_stops_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,11 +111,11 @@ def test_timing_covers_lone_trials_and_stacks_and_stops_in_time(monkeypatch: pyt
     task = loaded.spec.task(prepare(loaded.spec.data(), device, loaded.origin), device)
     jobs = [loaded.spec.job(i, h) for i, h in enumerate(explore(loaded).samples)]
     scope = replace(SCOPE, threads=(1,), lanes=(1, 4, 16))
-    timings = time_ways(task, jobs, scope, [], Assembler(task))
+    timings = time_ways(task, jobs, scope, Assembler(task))
     assert {(t.lanes, t.threads) for t in timings} == {(1, 1), (4, 1), (16, 1)}
     assert all(t.seconds > 0 for t in timings)
     monkeypatch.setattr("tuner.measure.SHARE", 1e-9)
-    few = time_ways(task, jobs, replace(scope, goal=1), [], Assembler(task))
+    few = time_ways(task, jobs, replace(scope, goal=1), Assembler(task))
     assert [(t.lanes, t.threads) for t in few] == [(1, 1)]
 
 

@@ -15,8 +15,9 @@ from optuna.trial import TrialState
 
 from tuner.owner import is_gone, is_here
 from tuner.sqlite_file import FileState, Finding, inspect_file, look
-from tuner.storage import masked, schema_versions, sqlite_path
+from tuner.storage import masked, sqlite_path
 from tuner.storage_rows import WORKER
+from tuner.storage_schema import schema_versions
 from tuner.storage_url import OPTUNA_TABLE, STUDY_TABLES, cannot_open
 from tuner.weights import WeightsFolder, default_folder, numbers_in
 

@@ -47,16 +47,13 @@ MOST_SECONDS = 5.0
 """And at the latest after this time."""
 
 
-def time_ways(
-    task: Task, jobs: Sequence[Job], scope: Scope, known: Sequence[Timing], assembler: Assembler
-) -> list[Timing]:
-    """Time the ways that `scope` allows and that are not `known`: lone trials, stacks of each width, more threads.
+def time_ways(task: Task, jobs: Sequence[Job], scope: Scope, assembler: Assembler) -> list[Timing]:
+    """Time the ways that `scope` allows: lone trials, stacks of each width, more threads.
 
-    Returns all timings, the known ones first. More threads are tried with lone trials and with the best width. A way
-    that fails is left out; `assembler` gets to know the programs that are recorded. The time that all this may take
+    More threads are tried with lone trials and with the best width. A way that fails is left out; `assembler` gets to know the programs that are recorded. The time that all this may take
     follows from how long lone trials would take for the goal.
     """
-    bench = _Bench(task, jobs, list(known), assembler)
+    bench = _Bench(task, jobs, assembler)
     fewest, most = min(scope.threads), max(scope.threads)
     try:
         start = time.perf_counter()
@@ -87,10 +84,10 @@ class _Bench:
 
     task: Task
     jobs: Sequence[Job]
-    timings: list[Timing]
     assembler: Assembler
 
     def __post_init__(self) -> None:
+        self.timings: list[Timing] = []
         self._small = _head(self.task)
         # From seconds for these few examples to seconds for an epoch.
         self._scale = self.task.train.size / self._small.train.size
@@ -117,19 +114,13 @@ class _Bench:
         return timing
 
 
-def remembered(key: str, measure: Callable[[Sequence[Timing]], Sequence[Timing]]) -> tuple[list[Timing], bool]:
-    """The timings for `key`, those that were made here before and are given to `measure` among them.
-
-    Also says whether nothing had to be measured.
-    """
+def remembered(key: str, measure: Callable[[], Sequence[Timing]]) -> tuple[list[Timing], bool]:
+    """The timings that were made here for `key` before, or those made now; and whether they are from before."""
     path = _cache_folder() / f"plan-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     try:
-        before = [Timing(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
+        return [Timing(**row) for row in json.loads(path.read_text(encoding="utf-8"))], True
     except (OSError, ValueError, TypeError):
-        before = []
-    timings = list(measure(before))
-    if len(timings) == len(before):
-        return timings, True
+        timings = list(measure())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as stream:

@@ -175,10 +175,11 @@ def _make_plan(
         chosen = (scope.workers[0], scope.threads[0], scope.lanes[0], wishes.precision)
         return Plan(device, *chosen, "as asked for"), (), [], None
     jobs = [loaded.spec.job(number, h) for number, h in enumerate(space.samples)]
-    key = f"{machine(home)} {wishes.precision} {loaded.spec.name} {step_flops} {space.samples} {data.digest}"
+    # With all that is asked for: the same command gets the same plan again.
+    key = f"{machine(home)} {wishes} {loaded.spec.name} {step_flops} {space.samples} {data.digest}"
     task = loaded.spec.task(data, home, wishes.precision)
     assembler = Assembler(task)
-    timings, before = remembered(key, lambda known: time_ways(task, jobs, scope, known, assembler))
+    timings, before = remembered(key, lambda: time_ways(task, jobs, scope, assembler))
     best = choose(timings, scope)
     why = ("measured before" if before else "measured now") if timings else "no sampled trial could be timed"
     plan = Plan(device, best.workers, best.threads, best.lanes, wishes.precision, why)

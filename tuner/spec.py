@@ -53,8 +53,8 @@ class StudySpec:
         objective: ``loss`` or the name of a metric: its best value over the epochs, on the validation split, is a
             trial's value.
         direction: ``minimize`` or ``maximize`` the objective.
-        seed: Seeds the initial weights, the order of examples and dropout: the same for all trials, so that they
-            differ by their hyperparameters alone.
+        seed: Seeds the order of examples and dropout, the same for all trials, and with a trial's number added the
+            initial weights of that trial: a study of lucky weights would not know what its hyperparameters are worth.
         description: For the dashboard; the study file's docstring if empty.
     """
 
@@ -94,6 +94,7 @@ class StudySpec:
             loss=self._loss(hyperparameters),
             sgd=sgd(hyperparameters),
             seed=self.seed,
+            weights_seed=self.seed + number,
             loss_key=None if required_arguments(self.loss) < 3 else _values(hyperparameters),
         )
 

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import copy
 import os
-import sqlite3
 import weakref
 from collections.abc import Container, Mapping, Sequence
-from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +34,16 @@ from tuner.storage_rows import (
     running_of,
     write_all,
 )
-from tuner.storage_transactions import Transactional, cause_of, postgres_sessions, prepare_sqlite, reads, writes
+from tuner.storage_schema import check_schema, other_schema
+from tuner.storage_transactions import (
+    Transactional,
+    cause_of,
+    postgres_sessions,
+    prepare_sqlite,
+    reads,
+    writes,
+    writes_own,
+)
 from tuner.storage_url import (
     BUSY_SECONDS,
     cannot_open,
@@ -69,7 +76,7 @@ def open_storage(url: str, *, create: bool = True) -> Storage:
         check_file(path, create=create)
         if not path.exists():
             return _made(url, path)
-        _check_schema(url, path)
+        check_schema(url, path)
         return Storage(url)
 
 
@@ -82,40 +89,6 @@ def _made(url: str, path: Path) -> Storage:
         raise
 
 
-def _check_schema(url: str, path: Path) -> None:
-    """Raise StorageError if other versions of Optuna made the tables, before the constructor adds its own to them."""
-    from optuna.storages._rdb import models
-
-    with closing(sqlite3.connect(path, timeout=BUSY_SECONDS)) as connection:
-        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        try:
-            stamps, before = (
-                connection.execute(f"SELECT {column} FROM {table}").fetchall() if table in tables else []
-                for table, column in (("alembic_version", "version_num"), ("version_info", "schema_version"))
-            )
-        except sqlite3.Error as error:
-            raise cannot_open(url, error) from None
-    if stamps == [(schema_versions()[0],)] or (not stamps and before in ([], [(models.SCHEMA_VERSION,)])):
-        return
-    raise _other_schema(url)
-
-
-def schema_versions() -> list[str]:
-    """The versions of the tables that this Optuna knows, its own first."""
-    from alembic.script import ScriptDirectory
-    from optuna.storages._rdb import models
-
-    history = ScriptDirectory(str(Path(models.__file__).with_name("alembic")))
-    return [script.revision for script in history.walk_revisions()]
-
-
-def _other_schema(url: str) -> StorageError:
-    return StorageError(
-        f"wanted tables of Optuna {optuna.__version__}, found those of another version in {masked(url)}; copy it, then"
-        f" run: optuna storage upgrade --storage '{masked(url)}' (or install the Optuna that made it, if that is newer)"
-    )
-
-
 class Storage(Transactional):
     """An Optuna storage for many processes. Open it with `open_storage`.
 
@@ -123,6 +96,7 @@ class Storage(Transactional):
     `total_limit`: if not None, no trial is started here once its study holds as many complete, pruned and running
     ones: BudgetSpentError, and nothing is written. Both are part of the transaction that starts the trial.
     `queued_only`: no trial is started here that was not queued before: BudgetSpentError.
+    `reports_are_news`: whether a cache has to read the reports of trials that run here; some pruners compare them.
     `reading_paused`: what others have written since is not read for a while, through Optuna's cache.
     """
 
@@ -134,6 +108,8 @@ class Storage(Transactional):
         self.total_limit: int | None = None
         self.queued_only = False
         self.reading_paused = False
+        self.reports_are_news = True
+        self._version: tuple[int, int] | None = None
         self.gathered = []
         # On a server, a connection that died while a trial was trained is replaced before it is used.
         options: dict[str, Any] = {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10}}
@@ -142,14 +118,14 @@ class Storage(Transactional):
             options = {"connect_args": {"timeout": BUSY_SECONDS}}
         with start_lock(url):
             try:
-                # `_check_schema` has looked at a file already, and loading the history of the tables takes a while.
+                # `check_schema` has looked at a file already, and loading the history of the tables takes a while.
                 super().__init__(url.replace("{", "{{").replace("}", "}}"), options, skip_compatibility_check=lite)
             except (SQLAlchemyError, StorageInternalError, ImportError, ValueError) as error:
                 _dispose(getattr(self, "engine", None), os.getpid())
                 raise cannot_open(url, cause_of(error)) from None
             except RuntimeError:  # Optuna's word for tables of another version
                 _dispose(getattr(self, "engine", None), os.getpid())
-                raise _other_schema(url) from None
+                raise other_schema(url) from None
             if lite:
                 prepare_sqlite(self.engine)
                 self.identity = identity(url)
@@ -188,7 +164,7 @@ class Storage(Transactional):
         if self.record_all([write]):
             raise UpdateFinishedTrialError(f"trial {trial_id} was ended before")
 
-    @writes
+    @writes_own
     def record_all(self, new: Sequence[Write]) -> set[int]:
         """Write what is new of several trials in one transaction: all of it is durable on return.
 
@@ -198,6 +174,7 @@ class Storage(Transactional):
             put_parameters(session, self.gathered)
             lost = write_all(session, new)
         self.gathered.clear()
+        self.changed = self.changed or self.reports_are_news or bool(lost) or any(write.state for write in new)
         return lost
 
     def flush(self) -> None:
@@ -223,7 +200,7 @@ class Storage(Transactional):
             found = counts(session, study_id)
         return found[TrialState.COMPLETE] + found[TrialState.PRUNED], found[TrialState.RUNNING]
 
-    @writes
+    @writes_own  # Optuna's cache adds the trial itself.
     def _create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> FrozenTrial:
         # As Optuna's, without its own retries: up to five more waits for a lock.
         from optuna.storages._rdb import models
@@ -269,9 +246,26 @@ class Storage(Transactional):
         trial_id_greater_than: int,
     ) -> list[FrozenTrial]:
         # What Optuna's cache asks for; without an answer it keeps what it has.
-        if self.reading_paused and (included_trial_ids or trial_id_greater_than > -1):
+        if (included_trial_ids or trial_id_greater_than > -1) and (self.reading_paused or not self._is_news()):
             return []
         return self._read_trials(study_id, states, included_trial_ids, trial_id_greater_than)
+
+    def _is_news(self) -> bool:
+        """Whether a cache has anything to read: all but reports and starts of trials that run here."""
+        before, self._version = self._version, self._read_version()
+        news = self.changed or self._version is None or self._version != before
+        self.changed = False
+        return news
+
+    @reads
+    def _read_version(self) -> tuple[int, int] | None:
+        """A value that changes when another connection has written to the SQLite file; None on a server."""
+        if self.identity is None:
+            return None
+        with _create_scoped_session(self.scoped_session) as session:
+            raw: Any = session.connection().connection.dbapi_connection
+            (version,) = raw.execute("PRAGMA data_version").fetchone()
+        return id(raw), version
 
     def _start(self, session: Session, study_id: int, trial_id: int) -> dict[str, Any]:
         """What belongs to the start of a trial, once its study is locked: the budget, then its attributes."""

@@ -48,15 +48,22 @@ def writes(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any
 
     It raises StorageError when that has lasted for BUSY_SECONDS.
     """
-    return _tried_again(method, reads=False)
+    return _tried_again(method, reads=False, news=True)
+
+
+def writes_own(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """As `writes`, for a method that says itself, by `changed`, whether it wrote what a cache of trials has to read."""
+    return _tried_again(method, reads=False, news=False)
 
 
 def reads(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """As `writes`, for a method that only reads: it does not wait for those who write."""
-    return _tried_again(method, reads=True)
+    return _tried_again(method, reads=True, news=False)
 
 
-def _tried_again(method: Callable[Concatenate[Any, P], R], *, reads: bool) -> Callable[Concatenate[Any, P], R]:
+def _tried_again(
+    method: Callable[Concatenate[Any, P], R], *, reads: bool, news: bool
+) -> Callable[Concatenate[Any, P], R]:
     @functools.wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if reads and not self.inside:
@@ -64,6 +71,7 @@ def _tried_again(method: Callable[Concatenate[Any, P], R], *, reads: bool) -> Ca
         started = time.monotonic()
         full = False
         outermost, self.inside = not self.inside, True
+        self.changed = self.changed or news
         token = _only_reads.set(reads)
         deadline = started + BUSY_SECONDS
         pause = 0.02
@@ -96,13 +104,15 @@ class Transactional(RDBStorage):
     """Optuna's storage with each call in a transaction of the right kind.
 
     `seconds`: how long the calls have taken; `inside`: whether one is going on. `gathering`: sampled parameters wait in
-    `gathered` for the next write or reading, and share its transaction.
+    `gathered` for the next write or reading, and share its transaction. `changed`: whether a cache of trials has to
+    read what was written here.
     """
 
     given_url: str
     seconds = 0.0
     inside = False
     gathering = False
+    changed = True
     gathered: list[Parameter]
     identity: tuple[int, int] | None = None
 

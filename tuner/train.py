@@ -97,9 +97,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Job:
-    """One trial to train. `model` builds the network on the CPU, after the seed has been set.
+    """One trial to train. `model` builds the network on the CPU, after `weights_seed` (None: `seed`) has been set.
 
-    `loss_key` is equal for trials whose `loss` does the same.
+    `seed` is for all else that is random. `loss_key` is equal for trials whose `loss` does the same.
     """
 
     number: int
@@ -108,6 +108,7 @@ class Job:
     sgd: SGD
     seed: int
     loss_key: Hashable = None
+    weights_seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def seed_generators(seed: int) -> None:
 
 def build(job: Job, task: Task) -> nn.Module:
     """The trial's network with its initial weights, on the device."""
-    seed_generators(job.seed)
+    seed_generators(job.seed if job.weights_seed is None else job.weights_seed)
     return with_tensor_rates(job.model()).to(task.device)
 
 
