@@ -2,6 +2,7 @@
 
     python scripts/bench_stack.py --lanes 64 --repeats 5
     python scripts/bench_stack.py --lanes 64 --batch-sizes 32
+    python scripts/bench_stack.py --lanes 64 --leaving
 
 The same sampled trials of the default study are trained for some epochs as lone trials on resident data, as the plain
 loop with a data loader, in stacks grouped by batch size, in one mixed stack, and as the assembler chooses.
@@ -80,6 +81,24 @@ def ways_of(jobs: Sequence[Job], task: Task, loader: bool) -> dict[str, Callable
     }
 
 
+def time_leaving(jobs: Sequence[Job], task: Task, repeats: int) -> list[float]:
+    """Seconds of an epoch after every second lane has left, over before, of stacks as the assembler makes them."""
+    ratios, watch = [], Stopwatch()
+    for _ in range(repeats):
+        trainers = Assembler(task).assemble(jobs, len(jobs)).trainers
+        seconds = []
+        for gone in ((), {job.number for job in jobs[1::2]}):
+            for trainer in trainers:
+                trainer.leave([number for number in trainer.numbers if number in gone])
+                trainer.epoch(watch)
+            start = time.perf_counter()
+            for trainer in trainers:
+                trainer.epoch(watch)
+            seconds.append(time.perf_counter() - start)
+        ratios.append(seconds[1] / seconds[0])
+    return ratios
+
+
 def main() -> None:
     """Time and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -87,6 +106,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[32, 64, 128, 256])
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--leaving", action="store_true", help="time an epoch after half of the lanes have left instead"
+    )
     parser.add_argument("--no-loader", action="store_true", help="leave the data loader's loop out")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -101,6 +123,13 @@ def main() -> None:
         size = args.batch_sizes[number % len(args.batch_sizes)]
         # Rates that stay finite: the time must not depend on numbers that are none.
         jobs.append(replace(job, sgd=replace(job.sgd, batch_size=size, lr=min(job.sgd.lr, 0.1))))
+    if args.leaving:
+        ratios = time_leaving(jobs, task, args.repeats)
+        print(
+            f"{args.lanes} lanes, batch sizes {args.batch_sizes}, {device}: an epoch after half have left, over before:"
+            f" {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        )
+        return
     ways = ways_of(jobs, task, not args.no_loader)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for epoch in ways.values():

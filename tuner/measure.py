@@ -50,8 +50,9 @@ MOST_SECONDS = 5.0
 def time_ways(task: Task, jobs: Sequence[Job], scope: Scope, assembler: Assembler) -> list[Timing]:
     """Time the ways that `scope` allows: lone trials, stacks of each width, more threads.
 
-    More threads are tried with lone trials and with the best width. A way that fails is left out; `assembler` gets to know the programs that are recorded. The time that all this may take
-    follows from how long lone trials would take for the goal.
+    More threads are tried with lone trials and with the best width. A way that fails is left out; `assembler` gets to
+    know the programs that are recorded. The time that all this may take follows from how long lone trials would take
+    for the goal.
     """
     bench = _Bench(task, jobs, assembler)
     fewest, most = min(scope.threads), max(scope.threads)
