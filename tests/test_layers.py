@@ -21,8 +21,8 @@ LAYERS = """
     study tell
     study_file samplers progress health
     spec storage tpe halving
-    storage_transactions storage_schema owner weights sqlite_copy
-    sqlite_file
+    storage_starts storage_schema owner weights sqlite_copy
+    storage_transactions sqlite_file
     storage_rows
     results
     measure

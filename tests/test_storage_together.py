@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -377,43 +377,35 @@ def test_a_full_disk_is_waited_for_and_nothing_told_is_lost(tmp_path: Path, capl
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_cache_reads_again_only_what_is_news(tmp_path: Path) -> None:
-    """Own reports are none, unless a pruner compares them; own ends and all that others write are."""
+def test_the_loop_reads_again_only_what_is_news(tmp_path: Path) -> None:
+    """Own reports and starts are none; own ends and all that others write are."""
     url = resolve_url(str(tmp_path / "study.db"), {}, tmp_path)
     storage, other = open_storage(url), open_storage(url)
     study = optuna.create_study(storage=storage, study_name="shared")
     first, second = study.ask(), study.ask()
-    elsewhere = optuna.load_study(storage=other, study_name="shared")
+    elsewhere = optuna.load_study(study_name="shared", storage=other)
+    assert storage.is_news()
+    assert not storage.is_news()
+    storage.record(first._trial_id, reports={0: 1.0})
+    study.ask()
+    study.get_trials(deepcopy=False)
+    assert not storage.is_news()
+    elsewhere.ask()
+    assert storage.is_news()
+    assert not storage.is_news()
+    storage.record(first._trial_id, state=TrialState.COMPLETE, values=[0.5])
+    assert storage.is_news()
+    other.record(second._trial_id, state=TrialState.FAIL)
+    assert storage.is_news()
 
-    def readings(what: Callable[[], object]) -> int:
-        """How often the trials are read by three questions after `what`."""
-        storage.reports_are_news = False
-        study.get_trials(deepcopy=False)
-        what()
-        count = 0
-        read = storage._read_trials
 
-        def counted(*arguments: Any) -> Any:
-            nonlocal count
-            count += 1
-            return read(*arguments)
-
-        storage._read_trials = counted  # type: ignore[method-assign]
-        for _ in range(3):
-            study.get_trials(deepcopy=False)
-        del storage._read_trials  # type: ignore[method-assign]
-        return count
-
-    assert readings(lambda: None) == 0
-    assert readings(lambda: storage.record(first._trial_id, reports={0: 1.0})) == 0
-    assert readings(lambda: elsewhere.ask()) == 1
-    assert len(study.get_trials(deepcopy=False)) == 3
-    assert readings(lambda: storage.record(first._trial_id, state=TrialState.COMPLETE, values=[0.5])) == 1
-    assert study.trials[0].state == TrialState.COMPLETE
-    assert study.trials[0].intermediate_values == {0: 1.0}
-    assert readings(lambda: other.record(second._trial_id, state=TrialState.FAIL)) == 1
-    assert study.trials[1].state == TrialState.FAIL
-    third = study.ask()
-    storage.reports_are_news = True
-    storage.record(third._trial_id, reports={0: 2.0})
-    assert study.get_trials(deepcopy=False)[3].intermediate_values == {0: 2.0}
+def test_two_studies_on_one_storage_see_the_same(tmp_path: Path) -> None:
+    """Each has a cache of its own; what one has read the other reads, too."""
+    storage = open_storage(resolve_url(str(tmp_path / "study.db"), {}, tmp_path))
+    one = optuna.create_study(storage=storage, study_name="shared")
+    two = optuna.load_study(study_name="shared", storage=storage)
+    for number in range(3):
+        trial = one.ask()
+        assert len(two.trials) == len(one.trials) == number + 1
+        one.tell(trial, 0.5)
+        assert two.trials[number].state == one.trials[number].state == TrialState.COMPLETE

@@ -37,11 +37,11 @@ def test_a_budget_is_taken_once_and_given_back() -> None:
     """So many trials and no more, however often it is asked; what is given back may be taken again."""
     budget = CountedBudget(3, None)
     assert [budget.take() for _ in range(5)] == [True] * 3 + [False] * 2
-    budget.give_back()
+    budget.give_back(1)
     assert [budget.take() for _ in range(2)] == [True, False]
     endless = CountedBudget(None, None)
     assert all(endless.take() for _ in range(100))
-    endless.give_back()
+    endless.give_back(1)
     assert not CountedBudget.until(3, 0.0).take()
     assert CountedBudget.until(None, 100.0).take()
 
@@ -52,7 +52,7 @@ def test_every_worker_of_every_run_has_a_sampler_seed_of_its_own() -> None:
     def assignment(run: int, seed: int | None = 7) -> Assignment:
         target = Target(("loss",), (False,))
         rest = {"sampler": "tpe", "pruner": "none", "threshold": None, "total_limit": None, "weights": None}
-        return Assignment("s", "u", "n", target, "cpu", 1, lanes=1, seed=seed, run=run, **rest)  # type: ignore[arg-type]
+        return Assignment("s", "u", "n", target, "cpu", 1, lanes=1, precision="float32", seed=seed, run=run, **rest)  # type: ignore[arg-type]
 
     assert assignment(0).sampler_seed(0) == 7
     seeds = {assignment(run).sampler_seed(worker) for run in range(20) for worker in range(20)}

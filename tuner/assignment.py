@@ -21,7 +21,7 @@ from tuner.samplers import pruner, sampler
 from tuner.search import Budget, Search
 from tuner.spec import LoadedSpec
 from tuner.storage import Storage, open_storage
-from tuner.tell import COMPARES_RUNNING, Teller
+from tuner.tell import Teller
 from tuner.weights import WeightsFolder
 
 
@@ -74,9 +74,9 @@ class CountedBudget:
         self.trials -= 1
         return self.trials >= 0
 
-    def give_back(self) -> None:
+    def give_back(self, count: int) -> None:
         if self.trials is not None:
-            self.trials = max(self.trials, 0) + 1
+            self.trials = max(self.trials, 0) + count
 
 
 def make_search(
@@ -108,7 +108,6 @@ def make_search(
         pruner=pruner(assignment.pruner, spec.epochs, assignment.threshold, target.maximize[0]),
     )
     set_precision(assignment.precision)
-    storage.reports_are_news = isinstance(study.pruner, COMPARES_RUNNING)
     task = spec.task(data, device, assignment.precision)
     weights = None if assignment.weights is None else WeightsFolder(Path(assignment.weights), assignment.study_name)
     teller = Teller(study, storage, spec, task, watch, storage.owner, weights)

@@ -174,7 +174,7 @@ def _power(value: float, other: float, size: int, other_size: int) -> int:
             isinstance(value, float) and abs(value / other * (other_size / size) ** power - 1) < 1e-12
         ):
             return power
-    raise NotCapturable(f"a number is {value} at a size of {size}, and {other} at {other_size}")
+    raise NotCapturable(f"a number in it is {value}, then {other}: it changes from call to call, or with the sizes")
 
 
 def _same_constants(records: Sequence[Mapping[int, Tensor]]) -> Mapping[int, Tensor]:

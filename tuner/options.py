@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 DEFAULT_TRIALS = 50
 
+MOST_WORKERS = 16
+"""For each core: more is a mistake, and would bring the machine to a halt."""
+
 
 FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "what is tuned": {
@@ -116,6 +119,10 @@ def check(args: argparse.Namespace) -> None:
         text = getattr(args, flag)
         if text != "auto" and not (text.isdigit() and int(text) > 0):
             raise UsageError(f"--{flag} {text}: wanted auto, or a number from 1")
+    cores = os.cpu_count() or 1
+    for flag, most in (("threads", cores), ("workers", MOST_WORKERS * cores)):
+        if getattr(args, flag) != "auto" and int(getattr(args, flag)) > most:
+            raise UsageError(f"--{flag} {getattr(args, flag)}: wanted at most {most} on this machine of {cores} cores")
     if args.sampler not in SAMPLERS:
         raise UsageError(f"--sampler {args.sampler}: wanted one of {', '.join(SAMPLERS)}")
     if args.pruner not in (None, *PRUNERS):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Protocol
 
 import optuna
@@ -41,11 +42,8 @@ POLL_SECONDS = 0.2
 class Budget(Protocol):
     """How many trials may still start; shared by the workers of one command."""
 
-    def take(self) -> bool:
-        """Take one, if there is one left and time for it."""
-
-    def give_back(self) -> None:
-        """Return one that was not used."""
+    def take(self) -> bool: ...  # one, if there is one left and time for it
+    def give_back(self, count: int) -> None: ...  # those that were not used
 
 
 @dataclass
@@ -122,24 +120,25 @@ class Search:
                 yield from self._ask_for(new, jobs)
         finally:
             self._storage.reading_paused = False
-        self._storage.flush()
+        self._storage.end_unused()
         self._watch.lap("storage")
         if new:
             yield from self._assemble(new, jobs)
 
     def _ask_for(self, new: list[Lane], jobs: list[Job]) -> Iterator[Event]:
         """Ask for a trial for each free lane, and append those that can be trained."""
-        self._refused, self._asked = False, 0
-        while len(self._lanes) < self.width and self.budget.take():
+        granted = sum(takewhile(bool, (self.budget.take() for _ in range(self.width - len(self._lanes)))))
+        self._refused, self._asked = False, granted
+        self._storage.start_together(self.study._study_id, granted)
+        for index in range(granted):
             try:
                 # What others have finished is read for the first of them: a moment later it is hardly more.
-                self._storage.reading_paused = self._asked > 0
+                self._storage.reading_paused = index > 0
                 lane = self._ask()
             except BudgetSpentError:
-                self.budget.give_back()
-                self._refused = True
+                self.budget.give_back(granted - index)
+                self._refused, self._asked = True, index
                 break
-            self._asked += 1
             failure = self._sample(lane, jobs)
             self._show_to_sampler(lane)
             yield Started(lane.trial.number, lane.trial.params, self.teller.worker)
@@ -291,7 +290,7 @@ class Search:
         self._watch.lap("storage")
         if failure.device_lost:
             raise DeviceError(f"{self._task.device} is lost to this process ({failure.reason}); start again to resume")
-        if self._failures >= FAILURES_IN_A_ROW:
+        if self._failures >= FAILURES_IN_A_ROW and not self._lanes:  # Those of a stack come in groups.
             raise TooManyFailuresError(f"{self._failures} trials failed in a row, the last one with: {failure.reason}")
 
     def _lap(self, part: str, stored: float) -> None:

@@ -158,7 +158,7 @@ def _inspect_content(path: Path, full: bool) -> tuple[FileState | None, list[Fin
     findings = []
     if troubles:
         findings.append(_damage(path, troubles))
-    if journal != "wal":
+    if journal != "wal" and size:  # Nobody has begun an empty one.
         text = f"the journal mode is {journal}, not wal: readers and writers wait for each other"
         findings.append(Finding("journal", text, "a run switches it as well", mendable=True))
     if log > LARGE_LOG:

@@ -9,34 +9,29 @@ Optuna's storage is used as it is; each of its methods is one transaction, which
 
 from __future__ import annotations
 
-import copy
 import os
 import weakref
 from collections.abc import Container, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import optuna
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.storages._rdb.storage import _create_scoped_session
 from optuna.trial import FrozenTrial, TrialState
 
-from tuner.errors import BudgetSpentError, StorageError
+from tuner.errors import StorageError
 from tuner.results import REASON
 from tuner.storage_rows import (
-    WORKER,
     Write,
-    attribute_rows,
     counts,
-    put,
+    owned,
     put_parameters,
     running_of,
     write_all,
 )
 from tuner.storage_schema import check_schema, other_schema
+from tuner.storage_starts import Starting
 from tuner.storage_transactions import (
-    Transactional,
     cause_of,
     postgres_sessions,
     prepare_sqlite,
@@ -58,7 +53,6 @@ from tuner.storage_url import (
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
-    from sqlalchemy.orm import Session
 
 __all__ = ["Storage", "masked", "open_storage", "resolve_url", "sqlite_path", "start_lock"]
 
@@ -89,14 +83,9 @@ def _made(url: str, path: Path) -> Storage:
         raise
 
 
-class Storage(Transactional):
+class Storage(Starting):
     """An Optuna storage for many processes. Open it with `open_storage`.
 
-    `owner`: if not empty, the user attribute ``worker`` of each trial that is started here (created or claimed).
-    `total_limit`: if not None, no trial is started here once its study holds as many complete, pruned and running
-    ones: BudgetSpentError, and nothing is written. Both are part of the transaction that starts the trial.
-    `queued_only`: no trial is started here that was not queued before: BudgetSpentError.
-    `reports_are_news`: whether a cache has to read the reports of trials that run here; some pruners compare them.
     `reading_paused`: what others have written since is not read for a while, through Optuna's cache.
     """
 
@@ -104,11 +93,8 @@ class Storage(Transactional):
         from sqlalchemy.exc import SQLAlchemyError
 
         self.given_url = url
-        self.owner = ""
-        self.total_limit: int | None = None
-        self.queued_only = False
+        self.started = []
         self.reading_paused = False
-        self.reports_are_news = True
         self._version: tuple[int, int] | None = None
         self.gathered = []
         # On a server, a connection that died while a trial was trained is replaced before it is used.
@@ -174,8 +160,18 @@ class Storage(Transactional):
             put_parameters(session, self.gathered)
             lost = write_all(session, new)
         self.gathered.clear()
-        self.changed = self.changed or self.reports_are_news or bool(lost) or any(write.state for write in new)
+        self.changed = self.changed or bool(lost) or any(write.state for write in new)
         return lost
+
+    def end_unused(self) -> None:
+        """End the trials that were started together and that nobody asked for; write what has been gathered."""
+        unused, self.started = self.started, []
+        ended = [
+            Write(t._trial_id, {REASON: "it was started together with others, and not trained"}, state=TrialState.FAIL)
+            for t in unused
+        ]
+        if ended or self.gathered:
+            self.record_all(ended)
 
     def flush(self) -> None:
         """Write the parameters that have been gathered."""
@@ -194,49 +190,17 @@ class Storage(Transactional):
             return [trial.number for trial in found]
 
     @reads
+    def started_by(self, study_id: int, owner: str) -> int:
+        """How many trials of the study the worker `owner` has started, however they ended."""
+        with _create_scoped_session(self.scoped_session) as session:
+            return int(owned(session, study_id, owner).count())
+
+    @reads
     def finished_count(self, study_id: int) -> tuple[int, int]:
         """How many of the study's trials are complete or pruned, and how many are running."""
         with _create_scoped_session(self.scoped_session) as session:
             found = counts(session, study_id)
         return found[TrialState.COMPLETE] + found[TrialState.PRUNED], found[TrialState.RUNNING]
-
-    @writes_own  # Optuna's cache adds the trial itself.
-    def _create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> FrozenTrial:
-        # As Optuna's, without its own retries: up to five more waits for a lock.
-        from optuna.storages._rdb import models
-
-        if self.queued_only and template_trial is None:
-            raise BudgetSpentError("wanted a queued trial, found none")
-        frozen = copy.deepcopy(template_trial) if template_trial else optuna.create_trial(state=TrialState.RUNNING)
-        with _create_scoped_session(self.scoped_session) as session:
-            models.StudyModel.find_or_raise_by_id(study_id, session, for_update=True)
-            put_parameters(session, self.gathered)
-            trial: Any = self._get_prepared_new_trial(study_id, template_trial, session)
-            if trial.state == TrialState.RUNNING:
-                frozen.user_attrs.update(self._start(session, study_id, trial.trial_id))
-            frozen.number, frozen._trial_id = trial.number, trial.trial_id
-            frozen.datetime_start = trial.datetime_start
-        self.gathered.clear()
-        return frozen
-
-    @writes
-    def set_trial_state_values(self, trial_id: int, state: TrialState, values: Sequence[float] | None = None) -> bool:
-        if state != TrialState.RUNNING:
-            return super().set_trial_state_values(trial_id, state, values)
-        from optuna.storages._rdb import models
-
-        with _create_scoped_session(self.scoped_session) as session:
-            study_id = session.query(models.TrialModel.study_id).filter_by(trial_id=trial_id).scalar()
-            if self.total_limit is not None and study_id is not None:
-                models.StudyModel.find_or_raise_by_id(study_id, session, for_update=True)
-            trial: Any = models.TrialModel.find_or_raise_by_id(trial_id, session, for_update=True)
-            self.check_trial_is_updatable(trial_id, trial.state)
-            if trial.state != TrialState.WAITING:
-                return False
-            self._start(session, trial.study_id, trial_id)
-            trial.state = TrialState.RUNNING
-            trial.datetime_start = datetime.now()
-        return True
 
     def _get_trials(
         self,
@@ -246,12 +210,15 @@ class Storage(Transactional):
         trial_id_greater_than: int,
     ) -> list[FrozenTrial]:
         # What Optuna's cache asks for; without an answer it keeps what it has.
-        if (included_trial_ids or trial_id_greater_than > -1) and (self.reading_paused or not self._is_news()):
+        if self.reading_paused and (included_trial_ids or trial_id_greater_than > -1):
             return []
         return self._read_trials(study_id, states, included_trial_ids, trial_id_greater_than)
 
-    def _is_news(self) -> bool:
-        """Whether a cache has anything to read: all but reports and starts of trials that run here."""
+    def is_news(self) -> bool:
+        """Whether there is anything to read since the last call, but reports and starts of trials that run here.
+
+        For one cache alone, which reads then: another one would miss what this has read.
+        """
         before, self._version = self._version, self._read_version()
         news = self.changed or self._version is None or self._version != before
         self.changed = False
@@ -266,20 +233,6 @@ class Storage(Transactional):
             raw: Any = session.connection().connection.dbapi_connection
             (version,) = raw.execute("PRAGMA data_version").fetchone()
         return id(raw), version
-
-    def _start(self, session: Session, study_id: int, trial_id: int) -> dict[str, Any]:
-        """What belongs to the start of a trial, once its study is locked: the budget, then its attributes."""
-        from optuna.storages._rdb import models
-
-        if self.total_limit is not None:
-            held = sum(counts(session, study_id, besides=trial_id).values())
-            if held >= self.total_limit:
-                raise BudgetSpentError(
-                    f"wanted to start a trial, found {held} complete, pruned or running of {self.total_limit}"
-                )
-        attributes = {WORKER: self.owner} if self.owner else {}
-        put(session, models.TrialUserAttributeModel, attribute_rows(trial_id, attributes))
-        return attributes
 
 
 def _dispose(engine: Engine | None, process: int) -> None:

@@ -134,19 +134,26 @@ def put_parameters(session: Session, parameters: Sequence[Parameter]) -> None:
         )
 
 
+def owned(session: Session, study_id: int, owner: str) -> Any:
+    """The query for the trials of the worker `owner`."""
+    from optuna.storages._rdb import models
+
+    trials, attribute = models.TrialModel, models.TrialUserAttributeModel
+    return (
+        session.query(trials)
+        .join(attribute, attribute.trial_id == trials.trial_id)
+        .filter(trials.study_id == study_id)
+        .filter(attribute.key == WORKER, attribute.value_json == json.dumps(owner))
+    )
+
+
 def running_of(session: Session, study_id: int, owner: str) -> list[Any]:
     """The rows of the running trials of the worker `owner`, locked."""
     from optuna.storages._rdb import models
 
-    trials, attribute = models.TrialModel, models.TrialUserAttributeModel
-    return list(
-        session.query(trials)
-        .join(attribute, attribute.trial_id == trials.trial_id)
-        .filter(trials.study_id == study_id, trials.state == TrialState.RUNNING)
-        .filter(attribute.key == WORKER, attribute.value_json == json.dumps(owner))
-        .order_by(trials.trial_id)
-        .with_for_update(of=trials)
-    )
+    trials = models.TrialModel
+    running = owned(session, study_id, owner).filter(trials.state == TrialState.RUNNING)
+    return list(running.order_by(trials.trial_id).with_for_update(of=trials))
 
 
 def end(trial: models.TrialModel, state: TrialState) -> None:

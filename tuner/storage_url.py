@@ -192,6 +192,8 @@ def cannot_open(url: str, error: Exception) -> StorageError:
     else:
         reason = without_secrets(str(getattr(error, "orig", None) or error), url)
         answer = "check the URL" if sqlite_path(url) is None else _ANSWER
+        if "malformed" in reason:
+            answer = "python -m tuner.check says what is wrong, and copies what can be read"
     return StorageError(f"wanted to open the storage {masked(url)}, found: {reason}; {answer}")
 
 

@@ -182,12 +182,13 @@ class Teller:
         if not self._prunes or isinstance(self.study.pruner, Halving):
             return []
         pruned = []
+        compares_running = isinstance(self.study.pruner, COMPARES_RUNNING)
         try:
-            for i in candidates:
+            for at, i in enumerate(candidates):
+                # Only such pruners look at running trials: for the others one reading a round is enough, if any.
+                self.storage.reading_paused = not compares_running and (at > 0 or not self.storage.is_news())
                 if trained[i].lane.trial.should_prune():
                     pruned.append(i)
-                # Only this one looks at running trials: for the others one reading a round is enough.
-                self.storage.reading_paused = not isinstance(self.study.pruner, COMPARES_RUNNING)
         finally:
             self.storage.reading_paused = False
         return pruned

@@ -63,6 +63,7 @@ class _Worker:
     process: BaseProcess
     pipe: Connection
     owner: str = ""
+    granted: int = 0
     finished: int = 0
     said_goodbye: bool = False
 
@@ -128,10 +129,11 @@ class _Team:
         message = _receive(worker)
         if message == "take":
             granted = self._budget.take()
-            if not _send(worker.pipe, granted) and granted:
-                self._budget.give_back()
-        elif message == "give back":
-            self._budget.give_back()
+            worker.granted += granted
+            _send(worker.pipe, granted)
+        elif isinstance(message, int):
+            worker.granted -= message
+            self._budget.give_back(message)
         elif isinstance(message, str):
             worker.owner = message.removeprefix("owner ")
         elif isinstance(message, BaseException):
@@ -155,6 +157,9 @@ class _Team:
             reason = f"its worker ended with exit code {worker.process.exitcode}"
             for number in self._storage.fail_trials_of(self._study_id, worker.owner, reason):
                 yield Notice(f"trial {number} failed: {reason}")
+            # What was granted to it and never became a trial.
+            unused = worker.granted - self._storage.started_by(self._study_id, worker.owner)
+            self._budget.give_back(max(0, unused))
 
     def _replace(self, worker: _Worker) -> Iterator[Event]:
         self._deaths = 0 if worker.finished else self._deaths + 1
@@ -209,8 +214,8 @@ class _AskedBudget:
         self.pipe.send("take")
         return bool(self.pipe.recv())
 
-    def give_back(self) -> None:
-        self.pipe.send("give back")
+    def give_back(self, count: int) -> None:
+        self.pipe.send(count)
 
 
 def _own_device(name: str, index: int) -> str:
