@@ -269,7 +269,7 @@ def test_an_empty_file_and_an_interrupted_creation_are_no_damage(cwd: Path, caps
     path = cwd / "tuner.db"
     path.touch()
     code, out, _ = run(capsys)
-    assert code == 1  # only because its journal is not a log yet
+    assert code == 0
     assert "\nnote       it holds no tables yet; a run makes them\n" in out
     open_storage(resolve_url(None, {}, cwd)).close()
     execute(path, "DROP TABLE version_info", "DROP TABLE trial_values")
@@ -462,6 +462,7 @@ def nobody() -> Iterator[None]:
     if os.geteuid() != 0:
         yield
         return
+    schema_versions()  # Read while it can be: the environment may lie where only root may look.
     os.seteuid(65534)
     try:
         yield
@@ -606,7 +607,7 @@ def test_the_trials_of_a_killed_run_are_found_and_ended(
 ) -> None:
     """optuna 3215, 1641: kill -9 leaves RUNNING trials for ever. While it lives they are no zombies."""
     study_file(cwd, model=SLOW, spec='name="tiny", epochs=1000')
-    process = start("--study", "tiny.py", "--lanes", "1", "--n-trials", "5", cwd=cwd)
+    process = start("--study", "tiny.py", "--lanes", "1", "--workers", "1", "--n-trials", "5", cwd=cwd)
     request.addfinalizer(lambda: end_group(process))
     wait_for(lambda: len(running(cwd / "tuner.db")) == 1, process)
     assert codes(capsys) == (0, [])

@@ -28,6 +28,7 @@ from storage_helpers import (
 )
 
 from tuner.errors import BudgetSpentError, StorageError, StorageLostError
+from tuner.owner import is_gone
 from tuner.storage import Storage, open_storage, resolve_url
 
 pytest_plugins = "postgres"
@@ -409,3 +410,21 @@ def test_two_studies_on_one_storage_see_the_same(tmp_path: Path) -> None:
         assert len(two.trials) == len(one.trials) == number + 1
         one.tell(trial, 0.5)
         assert two.trials[number].state == one.trials[number].state == TrialState.COMPLETE
+
+
+def test_a_process_that_has_ended_is_gone_also_while_its_parent_has_not_asked() -> None:
+    """The kernel keeps its number until then."""
+    code = "from tuner.owner import this_process; print(this_process(), flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        owner = process.stdout.readline().strip()
+        assert not is_gone(owner)
+        process.kill()
+        deadline = time.monotonic() + 10
+        while not is_gone(owner) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert is_gone(owner)
+        process.stdin.close()

@@ -379,10 +379,12 @@ def test_the_same_trial_twice_gives_the_same_bits(loaded: LoadedSpec) -> None:
 
     first, first_weights = once(3)
     torch.rand(5)
-    second, second_weights = once(8)
+    second, second_weights = once(3)
+    third, _ = once(8)
     assert first == second
     assert all(torch.equal(first_weights[name], second_weights[name]) for name in first_weights)
     assert first[0] != first[1]
+    assert third != first  # Other initial weights.
 
 
 def test_training_does_not_load_the_compiler() -> None:

@@ -29,13 +29,21 @@ def is_gone(owner: str) -> bool:
         return True
     except PermissionError:
         pass
+    if _fields(pid)[:1] == ["Z"]:  # It has ended, and its parent has not asked how.
+        return True
     return rest[1] != "?" and _start(pid) not in (rest[1], "?")
 
 
 def _start(pid: int) -> str:
     """The kernel's start time of a process, in clock ticks since boot; ``?`` where it cannot be had."""
+    fields = _fields(pid)
+    return fields[19] if len(fields) > 19 else "?"
+
+
+def _fields(pid: int) -> list[str]:
+    """What Linux says of a process, from its state on; empty where nothing is said."""
     try:
         # The command's name, in parentheses, may hold spaces: count fields behind it.
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return "?"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []

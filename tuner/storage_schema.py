@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -30,13 +31,14 @@ def check_schema(url: str, path: Path) -> None:
     raise other_schema(url)
 
 
-def schema_versions() -> list[str]:
+@functools.cache
+def schema_versions() -> tuple[str, ...]:
     """The versions of the tables that this Optuna knows, its own first."""
     from alembic.script import ScriptDirectory
     from optuna.storages._rdb import models
 
     history = ScriptDirectory(str(Path(models.__file__).with_name("alembic")))
-    return [script.revision for script in history.walk_revisions()]
+    return tuple(script.revision for script in history.walk_revisions())
 
 
 def other_schema(url: str) -> StorageError:
