@@ -161,6 +161,8 @@ CASES = {
     "no workers": Case(["--workers 0", "a number from 1"], ["--workers", "0"]),
     "no threads": Case(["--threads 0", "a number from 1"], ["--threads", "0"]),
     "no lanes": Case(["--lanes 0"], ["--lanes", "0"]),
+    "more threads than cores": Case(["--threads 999999"], ["--threads", "999999"]),
+    "more workers than a machine bears": Case(["--workers 999999"], ["--workers", "999999"]),
     "unknown device": Case(["--device quantum", "auto, cpu, cuda"], ["--device", "quantum"]),
     "second cpu": Case(["--device cpu:1", "only one cpu"], ["--device", "cpu:1"]),
     "absent device": Case(["--device xpu", "--device cpu"], ["--device", "xpu"]),

@@ -1,6 +1,6 @@
 """Whether stacks pay here: the study's own sampled trials, trained for a moment alone and together, and timed.
 
-What comes out is remembered for this machine and study, so that a second run starts at once and takes the same plan.
+What comes out is remembered for this machine, study and command line, so that a second run of it starts at once.
 """
 
 from __future__ import annotations

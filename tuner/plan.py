@@ -1,7 +1,7 @@
 """A plan says how a run is executed: device, workers, threads, lanes. It changes what is learned by rounding only.
 
-What the plan follows from is measured once and remembered (`tuner.measure`): the same study on the same machine gets
-the same plan again. Workers cost a start each, so how much there is to do is a part of the choice.
+What the plan follows from is measured once and remembered (`tuner.measure`): the same command on the same machine gets
+the same timings again. Workers cost a start each, so how much there is to do is a part of the choice.
 """
 
 from __future__ import annotations

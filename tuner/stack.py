@@ -231,9 +231,12 @@ class Stack:
 
     def _column(self, values: Sequence[float], key: Hashable = None) -> Tensor:
         """Numbers of lanes on the device; those of a key are copied there once."""
-        if key not in self._columns or key is None:
-            self._columns[key] = torch.tensor(values, dtype=torch.float32, device=self._task.device)
-        return self._columns[key]
+        if key is not None and key in self._columns:
+            return self._columns[key]
+        column_K = torch.tensor(values, dtype=torch.float32, device=self._task.device)
+        if key is not None:
+            self._columns[key] = column_K
+        return column_K
 
 
 def _beside(values_K: Tensor, tensor: Tensor) -> Tensor:
